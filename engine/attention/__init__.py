@@ -1,0 +1,67 @@
+"""Paged attention: the interface that every backend fulfils.
+
+A backend writes this step's keys and values into the cache, then attends over it. Every path is
+causal: token at position p sees positions 0..p of its own sequence, or the last `window` of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """One step's batch, as attention sees it. All tensors are on the device."""
+
+    cache_slots: torch.Tensor
+    """int32 [T]: block * block_size + offset of each token's key and value."""
+    query_start: torch.Tensor
+    """int32 [S]: first token of each sequence."""
+    query_len: torch.Tensor
+    """int32 [S]: tokens of each sequence in this step."""
+    context_len: torch.Tensor
+    """int32 [S]: positions to attend to, this step's included; the last token has position context_len - 1."""
+    block_tables: torch.Tensor
+    """int32 [S, B]: blocks of each sequence in order of position."""
+    num_decodes: int
+    """The first `num_decodes` sequences have exactly one token each, token i being sequence i."""
+    max_query_len: int
+    """Upper bound of query_len over the sequences after `num_decodes`; 1 where there are none."""
+    max_context_len: int
+    """Upper bound of context_len (B * block_size in a captured graph)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's cache. Block 0 is scratch: padded tokens write there."""
+
+    key: torch.Tensor
+    """[num_blocks, block_size, kv_heads, head_dim]"""
+    value: torch.Tensor
+    """[num_blocks, block_size, kv_heads, head_dim]"""
+
+
+class PagedAttention(Protocol):
+    """A backend: `out = attend(query, key, value, cache, batch, scale=..., window=..., softcap=...)`."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads, head_dim].
+
+        `heads` is a multiple of `kv_heads`; query head h reads key-value head h // (heads // kv_heads).
+        `window` w: position p sees max(0, p - w + 1)..p. `softcap` c: scores become c * tanh(s / c).
+        """
+        ...

@@ -1,0 +1,73 @@
+"""All that crosses between the host half and the device half: a plan goes in, a result comes out.
+
+Both are plain numpy. A plan is never changed after it is made; the device half copies it into a
+slot's pinned buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+# One record per token of the step. Every field is 4 bytes, so that a device sees the array as an
+# int32 matrix [tokens, len(TOKEN.names)] and takes columns of it.
+TOKEN = np.dtype(
+    [
+        ("input_id", np.int32),  # 0 where the token is not known yet
+        ("carry_row", np.int32),  # row whose last sampled token to take instead; -1: input_id
+        ("position", np.int32),  # in its sequence, from 0
+        ("cache_slot", np.int32),  # block * block_size + offset, where key and value are written
+    ]
+)
+
+# One record per sequence of the step, decoding sequences (one token each) first.
+SEQUENCE = np.dtype(
+    [
+        ("query_start", np.int32),  # its first token in the step
+        ("query_len", np.int32),  # its tokens in the step
+        ("context_len", np.int32),  # positions to attend to, this step's included
+        ("row", np.int32),  # where the sampled token goes; 0 (scratch): the chunk samples nothing
+        ("sample_position", np.int32),  # position of the token to sample, key of its noise
+        ("seed_low", np.int32),
+        ("seed_high", np.int32),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+    ]
+)
+
+SCRATCH_ROW = 0
+SCRATCH_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """What one step computes."""
+
+    step: int
+    """Counts up from 0, without gaps."""
+    tokens: npt.NDArray[np.void]
+    """TOKEN [T], sequence by sequence."""
+    sequences: npt.NDArray[np.void]
+    """SEQUENCE [S]."""
+    block_tables: npt.NDArray[np.int32]
+    """[S, B], B the blocks of the longest sequence; unused entries are 0."""
+    num_decodes: int
+    """The first `num_decodes` sequences have one token each; those after them may have more."""
+    max_query_len: int
+    greedy: bool
+    """No sequence draws noise."""
+    filtered: bool
+    """Some sequence uses top_k, top_p or min_p."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one step sampled."""
+
+    step: int
+    tokens: npt.NDArray[np.int32]
+    """[S], in the plan's order; meaningless where the plan's row is 0."""

@@ -1,0 +1,150 @@
+"""A request, what it asks of the sampler, and how it ends."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+_arrivals = count()
+
+
+class RequestError(ValueError):
+    """A request that cannot be served. `field` names what is wrong with it, as in the HTTP API."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str | None]]:
+        return type(self), (str(self), self.field)
+
+
+class QueueFull(RequestError):
+    """No room to wait. Nothing is wrong with the request: it may be sent again later."""
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # a stop token was sampled (a stop string too, found by the Router)
+    LENGTH = "length"  # max_tokens, or the context length, is reached
+    ABORT = "abort"  # the client went away or asked for it
+    ERROR = "error"  # the engine failed
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()  # for its first admission, or preempted
+    RUNNING = enum.auto()  # owns a row and blocks
+    FINISHED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the next token, and when to stop.
+
+    Raises `RequestError` naming the field that is out of range.
+    """
+
+    max_tokens: int | None = None
+    """Tokens to generate at most; None means up to the context length."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of likeliest tokens whose probability reaches p."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    seed: int = 0
+    """64 bits; with the position it determines the noise of a token, whatever the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the request. The model's own end tokens belong here too."""
+    ignore_eos: bool = False
+    """Do not stop at any of `stop_token_ids`."""
+
+    def __post_init__(self) -> None:
+        def check(good: bool, name: str, wanted: str) -> None:
+            if not good:
+                raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}", name)
+
+        check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "at least 1")
+        check(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            "a finite number, at least 0",
+        )
+        check(0 <= self.top_k < 2**31, "top_k", "at least 0 (0 keeps all)")
+        check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence, from arrival to finish. The engine's thread alone changes it after `submit`.
+
+    `prompt` holds token ids; `generated` those that an earlier attempt has already produced
+    (resumption): they count as output, so limits and noise go on where they stopped.
+    Compared by identity, so an id used again is another request.
+    """
+
+    id: str
+    prompt: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    generated: list[int] = field(default_factory=list)
+    priority: int = 0
+    """Lower runs first."""
+    cache_salt: bytes = b""
+    """Requests share cached prefixes only under an equal salt."""
+
+    # Below: the scheduler's own.
+    state: State = State.WAITING
+    finish_reason: FinishReason | None = None
+    arrival: int = field(default_factory=lambda: next(_arrivals))
+    limit: int = 0
+    """Tokens at which the request ends by length, prompt included."""
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """Prompt and output, `num_tokens` of them valid, room for `limit`."""
+    num_tokens: int = 0
+    """Tokens whose ids the host knows."""
+    late: int = 0
+    """Sampled tokens still in flight when the request lost its row."""
+    row: int = 0
+    """Its row while running; 0 otherwise."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Chain hashes of its full blocks, as far as computed."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache at first admission."""
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated, those of an earlier attempt included."""
+        return self.num_tokens - len(self.prompt)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first: priority, then arrival (kept across preemption)."""
+        return self.priority, self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step brought for one request.
+
+    `position` is the index of the first of `tokens` among the generated tokens of the request, so
+    a reader can tell a gap or a repetition. The last output of a request, and only that, has a
+    `finish_reason`; it may have no token.
+    """
+
+    request: Request
+    position: int
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
