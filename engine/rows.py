@@ -1,0 +1,99 @@
+"""The numbers of the running requests, one array entry per request.
+
+A request owns a row from admission until it ends or is preempted. The device has tables with the
+same rows, so a row is also the name under which a sampled token is carried over on the device.
+Arrays let one numpy expression do a step's work for every request. Row 0 is scratch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.plan import SCRATCH_ROW
+from engine.request import Request
+
+Int32s = npt.NDArray[np.int32]
+
+
+class Rows:
+    """`capacity` rows beside the scratch row, each of at most `max_blocks` blocks."""
+
+    def __init__(self, capacity: int, max_blocks: int) -> None:
+        n = capacity + 1
+        self.requests: list[Request | None] = [None] * n
+        self.generation = np.zeros(n, np.int64)
+        """Counts the owners a row has had: (row, generation) names one stay of one request."""
+        self.known = np.zeros(n, np.int32)
+        """Tokens whose ids the host knows."""
+        self.in_flight = np.zeros(n, np.int32)
+        """Tokens sampled, or to be sampled, by steps that have not been committed."""
+        self.scheduled = np.zeros(n, np.int32)
+        """Positions computed, or to be computed by steps in flight."""
+        self.registered = np.zeros(n, np.int32)
+        """Full blocks that have been offered to the prefix cache."""
+        self.limit = np.zeros(n, np.int32)
+        """Tokens at which the request ends by length."""
+        self.last_token = np.zeros(n, np.int32)
+        """The last known token."""
+        self.blocks = np.zeros((n, max_blocks), np.int32)
+        """Its blocks in order of position; entries beyond num_blocks are 0."""
+        self.num_blocks = np.zeros(n, np.int32)
+        self.seed = np.zeros(n, np.uint64)
+        self.temperature = np.zeros(n, np.float32)
+        self.top_k = np.zeros(n, np.int32)
+        self.top_p = np.ones(n, np.float32)
+        self.min_p = np.zeros(n, np.float32)
+        self._free = list(range(n - 1, SCRATCH_ROW, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.requests) - 1
+
+    def take(self, request: Request, blocks: list[int], computed: int) -> int:
+        """Give the request a row, with blocks whose first `computed` positions are in the cache."""
+        row = self._free.pop()
+        sampling = request.sampling
+        self.requests[row] = request
+        self.generation[row] += 1
+        self.known[row] = request.num_tokens
+        self.in_flight[row] = 0
+        self.scheduled[row] = computed
+        self.registered[row] = 0
+        self.limit[row] = request.limit
+        self.last_token[row] = request.tokens[request.num_tokens - 1]
+        self.num_blocks[row] = 0
+        self.append_blocks(row, blocks)
+        self.seed[row] = sampling.seed % 2**64
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        request.row = row
+        return row
+
+    def append_blocks(self, row: int, blocks: list[int]) -> None:
+        n = int(self.num_blocks[row])
+        self.blocks[row, n : n + len(blocks)] = blocks
+        self.num_blocks[row] = n + len(blocks)
+
+    def release(self, row: int) -> list[int]:
+        """Take the row back; returns the blocks it had."""
+        request = self.requests[row]
+        if request is None:
+            raise ValueError(f"row {row} has no owner")
+        self.requests[row] = None
+        request.row = SCRATCH_ROW
+        self.generation[row] += 1  # results of steps still in flight no longer match
+        self._free.append(row)
+        blocks = self.owned_blocks(row)
+        self.blocks[row, : len(blocks)] = 0
+        self.num_blocks[row] = 0
+        return blocks
+
+    def owned_blocks(self, row: int) -> list[int]:
+        return self.blocks[row, : self.num_blocks[row]].tolist()
