@@ -1,0 +1,1 @@
+"""The engine behind Ray Serve: Routers speak OpenAI's HTTP API, EngineReplicas run one engine each."""

@@ -1,0 +1,100 @@
+"""Runs what Routers submit on the engine of one replica, and puts what comes out on their tapes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from deployments.submission import Refusal, Submission
+from deployments.tape import Address, Key, Record, Tape, TapeLost
+from engine.request import Output, QueueFull, Request, RequestError
+
+
+class Engine(Protocol):
+    """What is needed of an engine here."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def failure(self) -> str | None: ...
+    def submit(self, request: Request, sink: Callable[[Output], None]) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+
+
+class Executor:
+    """One per replica; all on one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._tapes: dict[Address, asyncio.Task[Tape]] = {}
+
+    async def run(self, submission: Submission) -> Refusal | None:
+        """Run one attempt; return when it has ended and the Router has all its tokens.
+
+        However this ends, cancellation included, the engine does not go on with it.
+        """
+        if self._engine.failure is not None:
+            return Refusal("unavailable", f"the engine failed: {self._engine.failure}")
+        key = submission.request, submission.attempt
+        sampling = submission.sampling
+        request = Request(
+            id=_request_id(submission.tape, key),
+            prompt=submission.prompt,
+            sampling=dataclasses.replace(
+                sampling, stop_token_ids=sampling.stop_token_ids + self._engine.eos_token_ids
+            ),
+            generated=submission.generated,
+        )
+        try:
+            tape = await self._tape(submission.tape)
+        except TapeLost as error:
+            return Refusal("lost", str(error))
+
+        def put(output: Output) -> None:
+            tape.put(Record(*key, output.position, list(output.tokens), output.finish_reason, output.error))
+
+        delivered = tape.follow(key)
+        ended = False
+        try:
+            self._engine.submit(request, put)
+            await delivered
+            ended = True
+        except QueueFull as error:
+            return Refusal("full", str(error))
+        except RequestError as error:
+            return Refusal("invalid", str(error), error.field)
+        except TapeLost as error:
+            return Refusal("lost", str(error))
+        finally:
+            if not ended:
+                self._engine.abort(request.id)
+            tape.forget(key)
+        return None
+
+    async def _tape(self, address: Address) -> Tape:
+        """The tape to one Router, opened by the first request that it sends."""
+        opening = self._tapes.get(address)
+        if opening is None:
+            opening = self._tapes[address] = asyncio.create_task(self._open(address))
+            opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # maybe all left
+        return await asyncio.shield(opening)
+
+    async def _open(self, address: Address) -> Tape:
+        def abort(key: Key) -> None:
+            self._engine.abort(_request_id(address, key))
+
+        def closed() -> None:
+            self._tapes.pop(address, None)
+
+        try:
+            return await Tape.connect(address, abort, closed)
+        except TapeLost:
+            closed()
+            raise
+
+
+def _request_id(router: Address, key: Key) -> str:
+    """Unique among the requests of all Routers."""
+    return f"{router.router}-{key[0]}-{key[1]}"

@@ -1,0 +1,274 @@
+"""The tape: one connection per (Router, EngineReplica) pair, and the tokens of every step on it.
+
+The Router listens; a replica dials in when a Router's first request reaches it. The replica puts
+one frame per engine step on its tape: the new tokens of every request of that Router. At most one
+frame is outstanding: the Router answers each frame, and steps that finish meanwhile merge into
+the next one. The answer names the requests that nobody waits for any more, so a cancellation that
+was lost elsewhere still takes effect at the next token. Order is TCP's; a lost peer is a closed
+connection.
+
+A frame is a big-endian uint32 length and as many bytes of MessagePack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import msgspec
+
+from engine.request import FinishReason
+
+logger = logging.getLogger(__name__)
+
+Key: TypeAlias = tuple[int, int]
+"""(request, attempt): the Router counts both."""
+
+_LENGTH = struct.Struct("!I")
+_MAX_HELLO = 64  # bytes that a peer may send before it has shown that it belongs here
+_CONNECT_TIMEOUT = 10.0  # seconds
+
+
+class TapeLost(ConnectionError):
+    """The other end of the tape is gone."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a Router listens, and the secret that opens its tape."""
+
+    router: str
+    """Names the Router, never another one."""
+    host: str
+    port: int
+    secret: bytes
+
+
+class Record(msgspec.Struct, array_like=True):
+    """What came for one request since the frame before."""
+
+    request: int
+    attempt: int
+    position: int
+    """Index of `tokens[0]` among the generated tokens of the request."""
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    """Set in the last record of a request, and only there."""
+    error: str | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.request, self.attempt
+
+
+class _Connection(asyncio.Protocol):
+    """Frames over a socket, with death of the peer's host noticed."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.max_frame = 2**32
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock: socket.socket = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (  # silence for 10 + 4 × 5 s, or 30 s without an acknowledgement
+            ("TCP_KEEPIDLE", 10),
+            ("TCP_KEEPINTVL", 5),
+            ("TCP_KEEPCNT", 4),
+            ("TCP_USER_TIMEOUT", 30_000),
+        ):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) >= start + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > self.max_frame:
+                logger.warning("closed a tape: a frame of %d bytes is not expected here", length)
+                return self.close()
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            payload = bytes(memoryview(buffer)[start + _LENGTH.size : end])
+            start = end
+            try:
+                self.frame_received(payload)
+            except msgspec.DecodeError as error:
+                logger.warning("closed a tape: %s", error)
+                return self.close()
+        del buffer[:start]
+
+    def frame_received(self, payload: bytes) -> None:
+        raise NotImplementedError
+
+    def send(self, payload: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(_LENGTH.pack(len(payload)) + payload)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Tape(_Connection):
+    """A replica's end. All methods are called on the loop that made it."""
+
+    def __init__(self, abort: Callable[[Key], None], closed: Callable[[], None]) -> None:
+        super().__init__()
+        self._abort = abort
+        self._closed = closed
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(list[Key]).decode
+        self._loop = asyncio.get_running_loop()
+        self._delivered: dict[Key, asyncio.Future[None]] = {}
+        self._pending: dict[Key, Record] = {}
+        self._outstanding: list[Key] | None = None  # what ends with the frame on its way
+        self._flush_scheduled = False
+
+    @classmethod
+    async def connect(
+        cls, address: Address, abort: Callable[[Key], None], closed: Callable[[], None]
+    ) -> Tape:
+        """Open the tape to a Router.
+
+        `abort` is called with each request that the Router does not want any more, `closed` once
+        when the tape is lost.
+        Raises `TapeLost` where there is no Router at `address`.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT):
+                _, tape = await loop.create_connection(lambda: cls(abort, closed), address.host, address.port)
+        except OSError as error:  # TimeoutError is one
+            raise TapeLost(f"no Router at {address.host}:{address.port}") from error
+        tape.send(address.secret)
+        return tape
+
+    def follow(self, key: Key) -> asyncio.Future[None]:
+        """A future that is done when the Router has the last record of `key`.
+
+        It raises `TapeLost` when the tape is lost before.
+        """
+        future = self._delivered[key] = self._loop.create_future()
+        if self._transport is None:
+            future.set_exception(TapeLost("the tape is closed"))
+        return future
+
+    def forget(self, key: Key) -> None:
+        self._delivered.pop(key, None)
+
+    def put(self, record: Record) -> None:
+        """Send `record` with the next frame. The tape owns it from here on."""
+        if self._transport is None:
+            return
+        earlier = self._pending.get(record.key)
+        if earlier is None:
+            self._pending[record.key] = record
+        else:
+            earlier.tokens += record.tokens
+            earlier.finish_reason = record.finish_reason
+            earlier.error = record.error
+        # Not at once: the other records of this step come within the same callback.
+        if self._outstanding is None and not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._outstanding is not None or not self._pending:
+            return
+        records = list(self._pending.values())
+        self._pending.clear()
+        self._outstanding = [record.key for record in records if record.finish_reason is not None]
+        self.send(self._encode(records))
+
+    def frame_received(self, payload: bytes) -> None:
+        unwanted = self._decode(payload)
+        for key in self._outstanding or ():
+            future = self._delivered.pop(key, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+        self._outstanding = None
+        for key in unwanted:
+            self._abort(key)
+        self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._pending.clear()
+        for future in self._delivered.values():
+            if not future.done():
+                future.set_exception(TapeLost("the Router is gone"))
+        self._delivered.clear()
+        self._closed()
+
+
+class TapeListener:
+    """A Router's end of all its tapes.
+
+    `deliver` is called with each record, in order; False means that nobody waits for it, and the
+    replica is told to stop that request.
+    """
+
+    def __init__(self, deliver: Callable[[Record], bool]) -> None:
+        self._deliver = deliver
+        self._connections: set[_Reader] = set()
+        self._server: asyncio.Server | None = None
+        self._secret = secrets.token_bytes(32)
+
+    async def start(self, host: str) -> Address:
+        """Listen on a free port of `host`. Returns what a replica needs to dial in."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Reader(self), host, 0)
+        return Address(secrets.token_hex(8), host, self._server.sockets[0].getsockname()[1], self._secret)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+
+
+class _Reader(_Connection):
+    """A Router's end of one tape."""
+
+    def __init__(self, listener: TapeListener) -> None:
+        super().__init__()
+        self._listener = listener
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(list[Record]).decode
+        self._trusted = False
+        self.max_frame = _MAX_HELLO
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._listener._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._listener._connections.discard(self)
+
+    def frame_received(self, payload: bytes) -> None:
+        if not self._trusted:
+            if not hmac.compare_digest(payload, self._listener._secret):
+                logger.warning("closed a tape: its secret is not ours")
+                return self.close()
+            self._trusted = True
+            self.max_frame = 2**32
+            return
+        deliver = self._listener._deliver
+        unwanted = [
+            record.key
+            for record in self._decode(payload)
+            if not deliver(record) and record.finish_reason is None
+        ]
+        self.send(self._encode(unwanted))

@@ -1,0 +1,227 @@
+"""The tape between a Router and a replica, both ends over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from deployments.tape import Address, Key, Record, Tape, TapeListener, TapeLost
+from engine.request import FinishReason
+
+HOST = "127.0.0.1"
+
+
+class Peer:
+    """The far end of a tape, spoken by hand: it answers when the test says so."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def receive(self) -> bytes:
+        (length,) = struct.unpack("!I", await self.reader.readexactly(4))
+        return await self.reader.readexactly(length)
+
+    async def records(self) -> list[Record]:
+        return msgspec.msgpack.decode(await self.receive(), type=list[Record])
+
+    def send(self, payload: bytes) -> None:
+        self.writer.write(struct.pack("!I", len(payload)) + payload)
+
+    def answer(self, *unwanted: Key) -> None:
+        self.send(msgspec.msgpack.encode(unwanted))
+
+    async def closed_by_other_end(self) -> bool:
+        try:
+            return await self.reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+@asynccontextmanager
+async def router() -> AsyncIterator[tuple[Tape, Peer, list[Key]]]:
+    """A replica's tape, and the Router spoken by hand. The list fills with the aborts."""
+    peers: asyncio.Queue[Peer] = asyncio.Queue()
+    aborts: list[Key] = []
+    server = await asyncio.start_server(lambda r, w: peers.put_nowait(Peer(r, w)), HOST, 0)
+    address = Address("r", HOST, server.sockets[0].getsockname()[1], b"secret")
+    tape = await Tape.connect(address, aborts.append, lambda: None)
+    peer = await peers.get()
+    assert await peer.receive() == b"secret"
+    try:
+        yield tape, peer, aborts
+    finally:
+        tape.close()
+        peer.writer.close()
+        server.close()
+
+
+@asynccontextmanager
+async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Address, asyncio.Queue[Record]]]:
+    got: asyncio.Queue[Record] = asyncio.Queue()
+
+    def deliver(record: Record) -> bool:
+        got.put_nowait(record)
+        return wanted
+
+    listener = TapeListener(deliver)
+    try:
+        yield listener, await listener.start(HOST), got
+    finally:
+        await listener.close()
+
+
+async def dial(address: Address) -> Peer:
+    return Peer(*await asyncio.open_connection(address.host, address.port))
+
+
+async def test_one_frame_holds_a_step_and_one_is_outstanding() -> None:
+    async with router() as (tape, peer, _):
+        for request in range(3):
+            tape.put(Record(request, 0, 0, [request]))
+        assert await peer.records() == [Record(request, 0, 0, [request]) for request in range(3)]
+
+        tape.put(Record(0, 0, 1, [10]))
+        await asyncio.sleep(0)  # a step of its own
+        tape.put(Record(1, 0, 1, [11]))
+        await asyncio.sleep(0)
+        tape.put(Record(0, 0, 2, [20, 30], FinishReason.LENGTH))
+        await asyncio.sleep(0)
+        peer.answer()
+        assert await peer.records() == [
+            Record(0, 0, 1, [10, 20, 30], FinishReason.LENGTH),
+            Record(1, 0, 1, [11]),
+        ]
+
+
+async def test_delivery_is_known_from_the_answer() -> None:
+    async with router() as (tape, peer, _):
+        first, second = tape.follow((0, 0)), tape.follow((1, 0))
+        tape.put(Record(0, 0, 0, [1], FinishReason.STOP))
+        await peer.records()
+        tape.put(Record(1, 0, 0, [], FinishReason.ERROR, "broken"))
+        assert not first.done()
+        peer.answer()
+        await first
+        assert not second.done()
+        assert await peer.records() == [Record(1, 0, 0, [], FinishReason.ERROR, "broken")]
+        peer.answer()
+        await second
+
+
+async def test_the_answer_aborts() -> None:
+    async with router() as (tape, peer, aborts):
+        tape.put(Record(4, 0, 0, [1]))
+        await peer.records()
+        peer.answer((4, 0), (5, 2))
+        tape.put(Record(6, 0, 0, [1]))
+        await peer.records()  # so the answer has been read
+        assert aborts == [(4, 0), (5, 2)]
+
+
+async def test_frames_survive_any_fragmentation() -> None:
+    async with router() as (tape, peer, aborts):
+        answers = [((n, n),) for n in range(5)]
+        raw = b"".join(
+            struct.pack("!I", len(payload)) + payload for payload in map(msgspec.msgpack.encode, answers)
+        )
+        for byte in raw:
+            peer.writer.write(bytes([byte]))
+            await peer.writer.drain()
+        tape.put(Record(0, 0, 0, [1]))
+        await peer.records()
+        peer.writer.write(raw)  # and all in one piece
+        peer.writer.close()
+        with pytest.raises(TapeLost):
+            await tape.follow((9, 9))
+        assert aborts == [(n, n) for n in range(5)] * 2
+
+
+async def test_a_lost_router_is_told_to_all_who_wait() -> None:
+    async with router() as (tape, peer, _):
+        waiting = [tape.follow((n, 0)) for n in range(2)]
+        peer.writer.close()
+        for future in waiting:
+            with pytest.raises(TapeLost):
+                await future
+        with pytest.raises(TapeLost):
+            await tape.follow((2, 0))
+        tape.put(Record(2, 0, 0, [1]))  # goes nowhere, harms nothing
+
+
+async def test_no_router() -> None:
+    async with listener() as (_, address, _):
+        pass
+    with pytest.raises(TapeLost, match=str(address.port)):
+        await Tape.connect(address, lambda key: None, lambda: None)
+
+
+async def test_records_arrive_in_order_and_are_answered() -> None:
+    async with listener() as (_, address, got):
+        tape = await Tape.connect(address, lambda key: None, lambda: None)
+        done = tape.follow((0, 0))
+        for position in range(100):
+            last = FinishReason.LENGTH if position == 99 else None
+            tape.put(Record(0, 0, position, [position], last))
+            await asyncio.sleep(0)
+        await done
+        records = [got.get_nowait() for _ in range(got.qsize())]
+        assert [token for record in records for token in record.tokens] == list(range(100))
+        assert [record.position for record in records] == [record.tokens[0] for record in records]
+        tape.close()
+
+
+async def test_records_that_nobody_wants_are_answered_by_an_abort_once() -> None:
+    async with listener(wanted=False) as (_, address, got):
+        aborts: asyncio.Queue[Key] = asyncio.Queue()
+        tape = await Tape.connect(address, aborts.put_nowait, lambda: None)
+        tape.put(Record(7, 1, 0, [1]))
+        assert await aborts.get() == (7, 1)
+        done = tape.follow((7, 1))
+        tape.put(Record(7, 1, 1, [], FinishReason.ABORT))
+        await done
+        assert aborts.empty()
+        assert got.qsize() == 2
+        tape.close()
+
+
+@pytest.mark.parametrize("hello", [b"wrong", b"", b"x" * 65, msgspec.msgpack.encode([Record(0, 0, 0, [1])])])
+async def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
+    async with listener() as (_, address, got):
+        peer = await dial(address)
+        peer.send(hello)
+        peer.send(msgspec.msgpack.encode([Record(0, 0, 0, [1])]))
+        assert await peer.closed_by_other_end()
+        assert got.empty()
+        peer.writer.close()
+
+
+async def test_garbage_closes_a_tape_and_no_other() -> None:
+    async with listener() as (_, address, got):
+        tape = await Tape.connect(address, lambda key: None, lambda: None)
+        peer = await dial(address)
+        peer.send(address.secret)
+        peer.send(b"\xc1")
+        assert await peer.closed_by_other_end()
+        done = tape.follow((0, 0))
+        tape.put(Record(0, 0, 0, [1], FinishReason.STOP))
+        await done
+        assert got.qsize() == 1
+        tape.close()
+        peer.writer.close()
+
+
+async def test_closing_the_listener_ends_its_tapes() -> None:
+    async with listener() as (end, address, _):
+        closed = asyncio.Event()
+        tape = await Tape.connect(address, lambda key: None, closed.set)
+        done = tape.follow((0, 0))
+        await end.close()
+        with pytest.raises(TapeLost):
+            await done
+        await closed.wait()
