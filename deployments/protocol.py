@@ -1,0 +1,360 @@
+"""What a client may send to the OpenAI HTTP API, and the error it gets otherwise.
+
+One rule decides about every field of OpenAI's and vLLM's APIs. What this serves is a field with a type.
+What would change the text, and is not served, is refused unless its value is neutral. What changes nothing
+is accepted. A name that no API has is refused: it is most likely a misspelt one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from engine.request import QueueFull, RequestError
+
+MAX_BODY_BYTES = 8 << 20
+"""A longer body is refused unread: parsing this much holds the event loop for about 0.1 s."""
+MAX_CHOICES = 1024
+"""Sequences that one HTTP request may ask for: prompts times `n`."""
+MAX_MESSAGES = 2048
+MAX_STOP = 32
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's shape. `status` is the HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(status, message, type, param, code)  # as they stand: pickling needs them
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    @classmethod
+    def too_large(cls) -> Self:
+        return cls(413, f"The body is longer than {MAX_BODY_BYTES} bytes.", code="request_too_large")
+
+    @classmethod
+    def model_not_found(cls, model: str) -> Self:
+        return cls(
+            404, f"The model {model[:200]!r} does not exist here.", param="model", code="model_not_found"
+        )
+
+    @classmethod
+    def server_error(cls, message: str = "The server failed to answer.", status: int = 500) -> Self:
+        return cls(status, message, "server_error")
+
+    @classmethod
+    def from_engine(cls, error: RequestError, chat: bool) -> Self:
+        """The engine's refusal: its fields are those of the API, but that a chat's prompt is `messages`."""
+        if isinstance(error, QueueFull):
+            return cls(503, str(error), "server_error", code="overloaded")
+        field = "messages" if chat and error.field == "prompt" else error.field
+        return cls(400, str(error), param=field, code="invalid_value")
+
+
+def _only(*neutral: Any) -> AfterValidator:
+    """For a field that is known but not served: null and these values, which change nothing."""
+
+    def check(value: Any) -> Any:
+        # True == 1 in Python, not on the wire.
+        if value is None or any(type(value) is type(each) and value == each for each in neutral):
+            return value
+        allowed = " or ".join(msgspec.json.encode(each).decode() for each in (None, *neutral))
+        raise PydanticCustomError(
+            "unsupported_parameter", "this server supports only {allowed} here", {"allowed": allowed}
+        )
+
+    return AfterValidator(check)
+
+
+class _Wire(BaseModel):
+    """Base of what comes from outside: no coercion, no NaN, no unknown names.
+
+    Unknown names are found here and not by pydantic's `extra="forbid"`, which would make one error for
+    each of a million of them; lists stop at their first error for the same reason.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_names(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError("unknown_parameter", "unknown field", {"name": name[:100]})
+        return data
+
+
+class TextPart(_Wire):
+    """One text of several in a message."""
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "text":
+            raise PydanticCustomError(
+                "unsupported_value",
+                "only parts of type 'text' are supported, not '{kind}'",
+                {"name": "type", "kind": kind[:100]},
+            )
+        return data
+
+
+def _one_or_list(value: Any) -> str:
+    return "<list>" if isinstance(value, list) else "<one>"
+
+
+class Message(_Wire):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Annotated[str, Tag("<one>")]
+        | Annotated[list[TextPart], Field(min_length=1, max_length=1024, fail_fast=True), Tag("<list>")],
+        Discriminator(_one_or_list),
+    ]
+    name: str | None = None
+    tool_call_id: str | None = None
+    # What an assistant's message carries when a client sends it back as it came.
+    tool_calls: Annotated[Any, _only([])] = None
+    annotations: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only()] = None
+    audio: Annotated[Any, _only()] = None
+    refusal: Annotated[Any, _only()] = None
+    reasoning_content: Annotated[Any, _only()] = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return (
+            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        )
+
+
+class StreamOptions(_Wire):
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+class GenerationRequest(_Wire):
+    """What both kinds of request have in common. None is 'as the model or the API has it by default'."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: (
+        Annotated[
+            Annotated[StopString, Tag("<one>")]
+            | Annotated[list[StopString], Field(max_length=MAX_STOP, fail_fast=True), Tag("<list>")],
+            Discriminator(_one_or_list),
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    # vLLM's own.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    # Known, not served.
+    frequency_penalty: Annotated[Any, _only(0, 0.0)] = None
+    presence_penalty: Annotated[Any, _only(0, 0.0)] = None
+    repetition_penalty: Annotated[Any, _only(1, 1.0)] = None
+    logit_bias: Annotated[Any, _only({})] = None
+    min_tokens: Annotated[Any, _only(0)] = None
+    skip_special_tokens: Annotated[Any, _only(True)] = None
+    include_stop_str_in_output: Annotated[Any, _only(False)] = None
+    # Without effect on the text.
+    user: Any = None
+    safety_identifier: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "invalid_value", "it needs 'stream' to be true", {"name": "stream_options"}
+            )
+        return self
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    # Known, not served.
+    tools: Annotated[Any, _only([])] = None
+    tool_choice: Annotated[Any, _only("none")] = None
+    functions: Annotated[Any, _only([])] = None
+    function_call: Annotated[Any, _only("none")] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    logprobs: Annotated[Any, _only(False)] = None
+    top_logprobs: Annotated[Any, _only(0)] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    audio: Annotated[Any, _only()] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    web_search_options: Annotated[Any, _only()] = None
+    # Without effect on the text.
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                "invalid_value", "it is the older name of 'max_completion_tokens'", {"name": "max_tokens"}
+            )
+        return self
+
+
+def _kind_of_prompt(value: Any) -> str:
+    if not isinstance(value, list):
+        return "<text>"
+    first = value[0] if value else None
+    return "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1), Tag("<text>")]
+        | Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+            Tag("<texts>"),
+        ]
+        | Annotated[TokenIds, Tag("<ids>")]
+        | Annotated[
+            list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), Tag("<lists>")
+        ],
+        Discriminator(_kind_of_prompt),
+    ]
+    # Known, not served.
+    best_of: int | None = None
+    suffix: Annotated[Any, _only("")] = None
+    echo: Annotated[Any, _only(False)] = None
+    logprobs: Annotated[Any, _only()] = None
+
+    @model_validator(mode="after")
+    def _choices(self) -> Self:
+        if self.best_of not in (None, self.choices):
+            raise PydanticCustomError(
+                "unsupported_parameter",
+                "this server supports only the value of 'n' here",
+                {"name": "best_of"},
+            )
+        if len(self.prompts) * self.choices > MAX_CHOICES:
+            raise PydanticCustomError(
+                "invalid_value", f"prompts times n must be at most {MAX_CHOICES}", {"name": "n"}
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one, each a text or token ids."""
+        prompt: Any = self.prompt
+        return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def parse(body: bytes, kind: type[RequestT]) -> RequestT:
+    """The request in a body of JSON.
+
+    Raises `ApiError`: 413 above `MAX_BODY_BYTES`, else 400 whose `param` names the field.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise ApiError.too_large()
+    try:
+        data = from_json(body)  # takes NaN, which the fields then refuse by name
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_type")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+_CODES = {
+    "missing": "missing_required_parameter",
+    "unknown_parameter": "unknown_parameter",
+    "unsupported_parameter": "unsupported_parameter",
+    "unsupported_value": "unsupported_value",
+}
+
+
+def _refusal(error: ErrorDetails) -> ApiError:
+    param = ""
+    for step in (*error["loc"], error.get("ctx", {}).get("name")):
+        if isinstance(step, int):
+            param += f"[{step}]"
+        elif step is not None and not step.startswith("<"):  # those are tags of unions
+            param += f".{step}" if param else step
+    kind = error["type"]
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return ApiError(400, f"Invalid value for '{param}': {error['msg']}.", param=param, code=code)
