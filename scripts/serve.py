@@ -1,0 +1,74 @@
+"""`serve run CONFIG` that says when the application answers and what to try, or why it failed.
+
+usage: scripts/serve.py [CONFIG] (serve_config.yaml by default)
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import ray
+import yaml
+from ray import serve
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.scripts import cli
+
+QUESTION = "What is the capital of France?"
+
+
+def reasons(name: str, application: ApplicationStatusOverview) -> str:
+    parts = [application.message, *(deployment.message for deployment in application.deployments.values())]
+    return f"{name} failed: " + "\n".join(part for part in parts if part)
+
+
+def invitation(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}]})
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"\n{model} answers at {url}/v1 (Ctrl-C ends it). In another terminal:\n\n{curl}\n"
+
+
+def watch(url: str, ended: threading.Event, failures: list[str]) -> None:
+    """Waits until every application runs, then prints the invitation; interrupts `serve run` if one fails."""
+    while not ended.wait(1):
+        applications = serve.status().applications if ray.is_initialized() else {}
+        status = {application.status for application in applications.values()}
+        if ApplicationStatus.DEPLOY_FAILED in status:
+            failures += [reasons(name, application) for name, application in applications.items()]
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return
+        if status == {ApplicationStatus.RUNNING}:
+            try:
+                print(invitation(url), flush=True)
+            except OSError:
+                continue  # the proxy does not know the route yet
+            return
+
+
+def main(config: str = "serve_config.yaml") -> None:
+    options = yaml.safe_load(Path(config).read_text()).get("http_options", {})
+    port = options.get("port", 8000)
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            sys.exit(f"Port {port} is in use: end what listens there, or change http_options.port in {config}.")
+
+    ended, failures = threading.Event(), list[str]()
+    url = f"http://127.0.0.1:{port}"
+    threading.Thread(target=watch, args=(url, ended, failures), daemon=True).start()
+    try:
+        cli(["run", config])
+    finally:
+        ended.set()
+        if failures:
+            sys.exit("\n".join(failures))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
