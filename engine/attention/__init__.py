@@ -7,7 +7,7 @@ causal: token at position p sees positions 0..p of its own sequence, or the last
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -23,7 +23,7 @@ class PagedBatch:
     query_len: torch.Tensor
     """int32 [S]: tokens of each sequence in this step."""
     context_len: torch.Tensor
-    """int32 [S]: positions to attend to, this step's included; the last token has position context_len - 1."""
+    """int32 [S]: positions to attend to, this step's included, so the last token is at context_len - 1."""
     block_tables: torch.Tensor
     """int32 [S, B]: blocks of each sequence in order of position."""
     num_decodes: int
@@ -65,3 +65,36 @@ class PagedAttention(Protocol):
         `window` w: position p sees max(0, p - w + 1)..p. `softcap` c: scores become c * tanh(s / c).
         """
         ...
+
+
+@runtime_checkable
+class PreparesBatch(Protocol):
+    """A backend may also derive once per step what its layers share."""
+
+    def prepare(self, batch: PagedBatch) -> PagedBatch:
+        """Called before the first layer of a step; the result takes the place of `batch` in every layer."""
+        ...
+
+
+def get_backend(
+    name: Literal["auto", "torch", "triton"],
+    device: torch.device,
+    *,
+    max_sequences: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> PagedAttention:
+    """The backend of that name; `auto` is triton on a GPU and torch on a CPU.
+
+    Sized for `max_sequences` in a step; head counts and dimension are the largest of any layer.
+    """
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        from engine.attention.torch_backend import TorchAttention
+
+        return TorchAttention()
+    from engine.attention.triton_backend import TritonAttention
+
+    return TritonAttention(
+        max_sequences=max_sequences, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
+    )
