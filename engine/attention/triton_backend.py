@@ -1,0 +1,152 @@
+"""Paged attention in Triton, as one custom op that whole-model compilation takes as it stands."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention import LayerCache, PagedBatch
+from engine.attention.triton_decode import DecodeScratch, decode
+from engine.attention.triton_prefill import prefill
+from engine.attention.triton_write import write_cache
+
+PROGRAMS_PER_SM = 4
+"""Decode programs to aim for on each multiprocessor: enough that late ones fill its gaps."""
+
+
+@torch.library.custom_op(
+    "stepahead::paged_attention",
+    mutates_args=("key_cache", "value_cache", "partial", "partial_lse", "arrivals"),
+)
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cache_slots: torch.Tensor,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
+    context_len: torch.Tensor,
+    block_tables: torch.Tensor,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    arrivals: torch.Tensor,
+    programs: int,
+    num_decodes: int,
+    max_query_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write key and value into the caches, then attend; tokens that no sequence names stay undefined."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    write_cache(key, value, key_cache, value_cache, cache_slots)
+    if num_decodes:
+        decode(
+            out,
+            query,
+            key_cache,
+            value_cache,
+            context_len,
+            block_tables,
+            DecodeScratch(partial, partial_lse, arrivals, programs),
+            num_decodes=num_decodes,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    if num_decodes < query_len.shape[0]:
+        prefill(
+            out,
+            query,
+            key_cache,
+            value_cache,
+            query_start,
+            query_len,
+            context_len,
+            block_tables,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    return out
+
+
+@paged_attention.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+class TritonAttention:
+    """The backend. One instance serves every layer of a model, on one stream at a time.
+
+    Nothing it does depends on a length as the host knows it, so a captured graph stays right while
+    contexts grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_sequences: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        programs: int | None = None,
+    ) -> None:
+        """Room for `max_sequences` decoding at once; the head counts and dimension are the largest of any layer.
+
+        `programs` is what decode aims for in one launch: by default a few per multiprocessor.
+        """
+        device = torch.device(device)
+        if programs is None:
+            on_gpu = device.type == "cuda"
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+            programs = PROGRAMS_PER_SM * multiprocessors
+        self.scratch = DecodeScratch.allocate(max_sequences, heads, kv_heads, head_dim, programs, device)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See `PagedAttention`. ValueError: a layout or scale that the kernels do not take."""
+        if scale <= 0 or (softcap is not None and softcap <= 0):
+            raise ValueError(f"scale and softcap must be positive, not {scale} and {softcap}")
+        if cache.key.stride() != cache.value.stride():
+            raise ValueError("the key and value caches must be laid out alike")
+        for name, tensor in (("query", query), ("key", key), ("value", value), ("cache", cache.key)):
+            if tensor.stride(-1) != 1:
+                raise ValueError(f"{name}: the elements of one head must be contiguous")
+        scratch = self.scratch
+        out: torch.Tensor = paged_attention(
+            query,
+            key,
+            value,
+            cache.key,
+            cache.value,
+            batch.cache_slots,
+            batch.query_start,
+            batch.query_len,
+            batch.context_len,
+            batch.block_tables,
+            scratch.partial,
+            scratch.partial_lse,
+            scratch.arrivals,
+            scratch.programs,
+            batch.num_decodes,
+            batch.max_query_len,
+            scale,
+            window,
+            softcap,
+        )
+        return out

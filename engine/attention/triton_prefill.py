@@ -1,0 +1,228 @@
+"""Prefill: chunks of many query tokens against the paged cache, in which the chunk itself already is."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.attention.triton_tiles import TileConfig, fold_tiles, score_factors
+
+
+@triton.jit(do_not_specialize=["first_sequence", "table_row", "window"])
+def _prefill_kernel(
+    out,
+    query,
+    key_cache,
+    value_cache,
+    query_start,
+    query_len,
+    context_len,
+    block_tables,
+    first_sequence,
+    window,
+    inner,
+    outer,
+    query_token,
+    query_head,
+    cache_block,
+    cache_token,
+    cache_head,
+    table_row,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    # A row is one (token, query head of the group): a group's heads share every tile that is read.
+    TOKENS: tl.constexpr = ROWS // GROUP
+    head = tl.program_id(1)
+    sequence = first_sequence + tl.program_id(2)
+    # Last tokens first: they see most, and would else be the tail that everyone waits for.
+    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    new = tl.load(query_len + sequence)
+    if first_token >= new:
+        return
+    length = tl.load(context_len + sequence)
+    start = tl.load(query_start + sequence).to(tl.int64)
+
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, PADDED_DIM)
+    token = first_token + row // GROUP
+    inside = ((row < TOKENS * GROUP) & (token < new))[:, None] & (dim < HEAD_DIM)[None, :]
+    row_head = head * GROUP + row % GROUP
+    place = (start + token)[:, None] * query_token + row_head[:, None] * query_head + dim[None, :]
+    queries = tl.load(query + place, mask=inside, other=0.0)
+
+    # Positions of the first and one past the last row; tokens that some row sees are low..high-1.
+    first_position = length - new + first_token
+    high = tl.minimum(first_position + TOKENS, length)
+    row_position = tl.minimum(length - new + token, high - 1)
+    diagonal = (first_position + 1) // TILE  # tiles before it end at or before the first row
+    low = 0
+    first = 0
+    if WINDOW:
+        low = tl.maximum(first_position - window + 1, 0)
+        first = low // TILE
+    total = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    row_max = tl.full((ROWS,), -1.0e30, tl.float32)
+    keys = key_cache + head * cache_head
+    values = value_cache + head * cache_head
+    table = block_tables + sequence.to(tl.int64) * table_row
+    if WINDOW:
+        # Tiles that the window's edge cuts for some row.
+        edge = tl.minimum(tl.cdiv(tl.maximum(high - window, 0), TILE), diagonal)
+        total, row_sum, row_max = fold_tiles(
+            total,
+            row_sum,
+            row_max,
+            queries,
+            row_position,
+            keys,
+            values,
+            table,
+            first,
+            edge,
+            low,
+            high,
+            window,
+            inner,
+            outer,
+            cache_block,
+            cache_token,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            TILE,
+            True,
+            WINDOW,
+            SOFTCAP,
+        )
+        first = edge
+    total, row_sum, row_max = fold_tiles(
+        total,
+        row_sum,
+        row_max,
+        queries,
+        row_position,
+        keys,
+        values,
+        table,
+        first,
+        diagonal,
+        low,
+        high,
+        window,
+        inner,
+        outer,
+        cache_block,
+        cache_token,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        TILE,
+        False,
+        WINDOW,
+        SOFTCAP,
+    )
+    total, row_sum, row_max = fold_tiles(
+        total,
+        row_sum,
+        row_max,
+        queries,
+        row_position,
+        keys,
+        values,
+        table,
+        diagonal,
+        tl.cdiv(high, TILE),
+        low,
+        high,
+        window,
+        inner,
+        outer,
+        cache_block,
+        cache_token,
+        HEAD_DIM,
+        PADDED_DIM,
+        BLOCK_SIZE,
+        TILE,
+        True,
+        WINDOW,
+        SOFTCAP,
+    )
+    total = total / row_sum[:, None]
+    place = ((start + token)[:, None] * (KV_HEADS * GROUP) + row_head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """Measured on an H200: `python -m benchmarks.attention --sweep`."""
+    if dtype == torch.float32:
+        return TileConfig(tile=32, rows=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return TileConfig(tile=64, rows=128, num_warps=8, num_stages=2)
+    return TileConfig(tile=64, rows=128, num_warps=8, num_stages=3)
+
+
+def prefill(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
+    context_len: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    num_decodes: int,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    config: TileConfig | None = None,
+) -> None:
+    """Fill out (contiguous) at the tokens of the sequences after the first `num_decodes`."""
+    heads, head_dim = query.shape[1:]
+    kv_heads = key_cache.shape[2]
+    group = heads // kv_heads
+    config = config or prefill_config(head_dim, query.dtype)
+    rows = max(config.rows, triton.next_power_of_2(group))
+    inner, outer = score_factors(scale, softcap)
+    grid = (triton.cdiv(max_query_len, rows // group), kv_heads, query_len.shape[0] - num_decodes)
+    _prefill_kernel[grid](
+        out,
+        query,
+        key_cache,
+        value_cache,
+        query_start,
+        query_len,
+        context_len,
+        block_tables,
+        num_decodes,
+        window or 0,
+        inner,
+        outer,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        TILE=config.tile,
+        WINDOW=window is not None,
+        SOFTCAP=softcap is not None,
+        ROWS=rows,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )

@@ -1,0 +1,372 @@
+"""The Triton kernels against the dense reference: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.attention_reference import Step, random_step
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+triton = pytest.importorskip("triton", reason="triton is not installed")
+if not ON_GPU and not triton.knobs.runtime.interpret:
+    pytest.skip(
+        "triton was imported without TRITON_INTERPRET=1, and there is no GPU", allow_module_level=True
+    )
+
+from engine.attention.triton_backend import TritonAttention  # noqa: E402
+from engine.attention.triton_decode import DecodeScratch, decode, decode_config  # noqa: E402
+from engine.attention.triton_prefill import prefill, prefill_config  # noqa: E402
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no CUDA device")
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def backend(step: Step, *, programs: int = 16) -> TritonAttention:
+    """Few programs, so that tests cover sequences of many splits, few and one."""
+    return TritonAttention(
+        max_sequences=step.batch.context_len.shape[0],
+        heads=step.query.shape[1],
+        kv_heads=step.key.shape[1],
+        head_dim=step.query.shape[2],
+        device=step.query.device,
+        programs=programs,
+    )
+
+
+def run(attention: TritonAttention, step: Step) -> torch.Tensor:
+    return attention(
+        step.query,
+        step.key,
+        step.value,
+        step.cache,
+        step.batch,
+        scale=step.scale,
+        window=step.window,
+        softcap=step.softcap,
+    )
+
+
+def check(step: Step, **kwargs: int) -> None:
+    step.check(run(backend(step, **kwargs), step), atol=TOLERANCE[step.query.dtype])
+
+
+MIXED = [(1, 1), (31, 1), (300, 1), (65, 1), (40, 17), (5, 5), (130, 70)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("strided", [True, False])
+def test_mixed_batch(dtype: torch.dtype, strided: bool) -> None:
+    check(random_step(MIXED, num_decodes=4, padded=2, dtype=dtype, strided=strided, device=DEVICE))
+
+
+@pytest.mark.parametrize("block_size", [8, 64, 256])
+def test_pages_smaller_and_larger_than_a_tile(block_size: int) -> None:
+    check(random_step(MIXED, num_decodes=4, block_size=block_size, device=DEVICE, seed=block_size))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (14, 2), (20, 1)], ids=lambda count: str(count)
+)
+def test_query_heads_per_kv_head(heads: int, kv_heads: int) -> None:
+    sequences = [(40, 1), (290, 1), (9, 9), (50, 20)]
+    check(random_step(sequences, num_decodes=2, heads=heads, kv_heads=kv_heads, device=DEVICE))
+
+
+@pytest.mark.parametrize("head_dim", [32, 48, 96])
+def test_head_dims(head_dim: int) -> None:
+    sequences = [(40, 1), (290, 1), (50, 20)]
+    check(random_step(sequences, num_decodes=2, head_dim=head_dim, device=DEVICE))
+
+
+@pytest.mark.parametrize("window", [1, 16, 37, 1000])
+def test_window(window: int) -> None:
+    """Whole pages left behind are poison too: no tile may read them."""
+    sequences = [(3, 1), (37, 1), (38, 1), (600, 1), (20, 20), (200, 90)]
+    check(random_step(sequences, num_decodes=4, padded=1, window=window, device=DEVICE, seed=window))
+
+
+def test_softcap() -> None:
+    check(random_step(MIXED, num_decodes=4, softcap=2.0, scale=1.5, device=DEVICE))
+
+
+def test_softcap_and_window() -> None:
+    check(random_step(MIXED, num_decodes=4, softcap=0.5, window=20, device=DEVICE))
+
+
+@pytest.mark.parametrize("around", [32, 64, 256, 512])
+def test_lengths_around_tiles_and_splits(around: int) -> None:
+    lengths = [around - 1, around, around + 1]
+    sequences = [(length, 1) for length in lengths] + [(around + 1, 2), (around, 3)]
+    check(random_step(sequences, num_decodes=3, device=DEVICE, seed=around))
+
+
+def test_one_sequence_takes_every_split() -> None:
+    check(random_step([(2100, 1)], num_decodes=1, heads=2, kv_heads=1, device=DEVICE), programs=8)
+
+
+def test_more_splits_than_one_merge_takes() -> None:
+    step = random_step([(5000, 1), (1, 1)], num_decodes=2, heads=2, kv_heads=1, device=DEVICE)
+    check(step, programs=64)
+
+
+def test_prefill_alone_and_decode_alone() -> None:
+    check(random_step([(33, 33), (1, 1), (70, 6)], num_decodes=0, device=DEVICE))
+    check(random_step([(33, 1), (1, 1), (70, 1)], num_decodes=3, device=DEVICE))
+
+
+def test_a_decode_gives_the_same_as_a_prefill_of_one_token() -> None:
+    """The host may plan a sequence's last chunk either way."""
+    sequences = [(33, 1), (290, 1)]
+    for num_decodes in (0, 1, 2):
+        check(random_step(sequences, num_decodes=num_decodes, device=DEVICE))
+
+
+def test_a_block_table_wider_than_any_sequence() -> None:
+    check(random_step(MIXED, num_decodes=4, table_width=50, device=DEVICE))
+
+
+def test_scratch_is_ready_for_the_next_launch() -> None:
+    """Layers, and steps of other shapes, share one scratch."""
+    shapes = [
+        random_step([(700, 1), (90, 1), (300, 1)], num_decodes=3, device=DEVICE),
+        random_step([(600, 1)], num_decodes=1, device=DEVICE, seed=1),
+        random_step([(20, 1), (1030, 1), (4, 1)], num_decodes=3, device=DEVICE, seed=2),
+    ]
+    attention = backend(shapes[0])
+    for step in [*shapes, *shapes]:
+        step.check(run(attention, step), atol=TOLERANCE[torch.float32])
+        assert not attention.scratch.arrivals.any()
+
+
+def test_only_named_tokens_are_written() -> None:
+    """Decode and prefill, each alone, fill their own tokens of a poisoned output and no other."""
+    step = random_step(MIXED, num_decodes=4, device=DEVICE)
+    attention = backend(step)
+    run(attention, step)  # the keys and values are in the cache now
+    batch, cache = step.batch, step.cache
+    out = torch.full(step.query.shape, torch.nan, device=DEVICE)
+    decode(
+        out,
+        step.query,
+        cache.key,
+        cache.value,
+        batch.context_len,
+        batch.block_tables,
+        attention.scratch,
+        num_decodes=batch.num_decodes,
+        scale=step.scale,
+    )
+    assert out[:4].isfinite().all()
+    assert out[4:].isnan().all()
+    out.fill_(torch.nan)
+    prefill(
+        out,
+        step.query,
+        cache.key,
+        cache.value,
+        batch.query_start,
+        batch.query_len,
+        batch.context_len,
+        batch.block_tables,
+        num_decodes=batch.num_decodes,
+        max_query_len=batch.max_query_len,
+        scale=step.scale,
+    )
+    assert out[:4].isnan().all()
+    assert out[4:].isfinite().all()
+
+
+def test_a_cache_that_is_a_view() -> None:
+    """Keys and values interleaved in one tensor."""
+    step = random_step(MIXED, num_decodes=4, device=DEVICE)
+    both = torch.stack((step.cache.key, step.cache.value), dim=1)
+    step.cache.key.set_(both[:, 0])  # type: ignore[no-untyped-call]
+    step.cache.value.set_(both[:, 1])  # type: ignore[no-untyped-call]
+    assert not step.cache.key.is_contiguous()
+    check(step)
+
+
+def test_bad_input_is_refused() -> None:
+    step = random_step([(3, 1)], num_decodes=1, device=DEVICE)
+    attention = backend(step)
+    arguments = (step.query, step.key, step.value, step.cache, step.batch)
+    with pytest.raises(ValueError, match="scale"):
+        attention(*arguments, scale=-1.0)
+    with pytest.raises(ValueError, match="softcap"):
+        attention(*arguments, scale=1.0, softcap=0.0)
+    with pytest.raises(ValueError, match="query"):
+        attention(step.query.mT.contiguous().mT, *arguments[1:], scale=1.0)
+    many = random_step([(3, 1)] * 99, num_decodes=99, device=DEVICE)
+    with pytest.raises(ValueError, match="scratch"):
+        run(attention, many)
+
+
+def test_whole_model_compilation_takes_it_as_one_opaque_op() -> None:
+    step = random_step(MIXED, num_decodes=4, device=DEVICE)
+    attention = backend(step)
+
+    def layer(step: Step) -> torch.Tensor:
+        return run(attention, step) * 2
+
+    compiled: Callable[[Step], torch.Tensor] = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    step.check(compiled(step) / 2, atol=TOLERANCE[torch.float32])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (700, None), (None, 30.0), (129, 5.0)])
+def test_compiled_kernels(
+    head_dim: int, dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    sequences = [(1, 1), (4097, 1), (129, 1), (20_000, 1), (1024, 1024), (3000, 515), (7, 7), (2049, 1)]
+    step = random_step(
+        sequences,
+        num_decodes=4,
+        padded=3,
+        heads=8,
+        kv_heads=2,
+        head_dim=head_dim,
+        window=window,
+        softcap=softcap,
+        dtype=dtype,
+        device="cuda",
+        seed=head_dim,
+    )
+    check(step, programs=528)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (14, 2), (71, 1), (16, 16)])
+def test_compiled_layouts(block_size: int, heads: int, kv_heads: int) -> None:
+    step = random_step(
+        [(5000, 1), (130, 1), (513, 513), (900, 300)],
+        num_decodes=2,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=64,
+        block_size=block_size,
+        dtype=torch.bfloat16,
+        device="cuda",
+        seed=heads,
+    )
+    check(step, programs=528)
+
+
+@gpu
+@needs_gpu
+def test_splits_race_and_agree() -> None:
+    """Many launches back to back on one scratch: whichever split comes last merges the same sum."""
+    step = random_step(
+        [(length, 1) for length in (9000, 1, 33, 4000, 700, 2500)],
+        num_decodes=6,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    attention = backend(step, programs=528)
+    first = run(attention, step)
+    step.check(first, atol=TOLERANCE[torch.bfloat16])
+    outputs = [run(attention, step) for _ in range(500)]
+    assert all(torch.equal(out, first) for out in outputs)
+    assert not attention.scratch.arrivals.any()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 600])
+def test_a_captured_graph_stays_right_as_lengths_grow(window: int | None) -> None:
+    """Captured on short contexts, replayed on long ones: the splits are counted by the device."""
+    grown = [
+        random_step(
+            lengths,
+            num_decodes=4,
+            table_width=512,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            window=window,
+            dtype=torch.bfloat16,
+            device="cuda",
+            seed=seed,
+        )
+        for seed, lengths in enumerate(
+            ([(1, 1), (2, 1), (17, 1), (40, 1)], [(300, 1), (1, 1), (8000, 1), (41, 1)], [(5000, 1)] * 4)
+        )
+    ]
+    # The largest cache is the one that is captured; the others' pages are copied into it.
+    static = grown[-1]
+    first = grown[0]
+    attention = backend(static, programs=528)
+    inputs = ("query", "key", "value")
+    tables = ("cache_slots", "context_len", "block_tables", "query_start", "query_len")
+
+    def load(step: Step) -> None:
+        for name in inputs:
+            getattr(static, name).copy_(getattr(step, name))
+        for name in tables:
+            getattr(static.batch, name).copy_(getattr(step.batch, name))
+        for mine, other in ((static.cache.key, step.cache.key), (static.cache.value, step.cache.value)):
+            mine.fill_(torch.nan)
+            mine[: len(other)] = other
+
+    kept = random_step(
+        [(5000, 1)] * 4,
+        num_decodes=4,
+        table_width=512,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        window=window,
+        dtype=torch.bfloat16,
+        device="cuda",
+        seed=2,
+    )
+    load(first)
+    run(attention, static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(attention, static)
+    for step in (grown[1], kept, first, grown[1]):
+        load(step)
+        out.fill_(torch.nan)
+        graph.replay()
+        real = ~step.expected.isnan()
+        torch.testing.assert_close(
+            out.double()[real], step.expected[real], atol=TOLERANCE[torch.bfloat16], rtol=0.0
+        )
+        assert not attention.scratch.arrivals.any()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_configurations_fit_the_device(dtype: torch.dtype) -> None:
+    """Every tile configuration launches at the largest head counts a model has."""
+    for head_dim in (16, 32, 64, 80, 96, 128, 192, 256):
+        step = random_step(
+            [(300, 1), (200, 200)],
+            num_decodes=1,
+            heads=128,
+            kv_heads=1,
+            head_dim=head_dim,
+            dtype=dtype,
+            device="cuda",
+        )
+        assert decode_config(head_dim, dtype).tile >= 16
+        assert prefill_config(head_dim, dtype).tile >= 16
+        assert isinstance(backend(step).scratch, DecodeScratch)
+        check(step)
