@@ -1,0 +1,74 @@
+"""An engine without a model: tokens follow from what they must follow from, and steps run when told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+
+from engine.request import FinishReason, Output, QueueFull, Request, RequestError
+
+VOCABULARY = 1000
+EOS = 0
+
+
+def token_at(prompt: list[int], seed: int, position: int) -> int:
+    """What a real engine's keyed noise does: prompt, seed and position determine a token. Never EOS."""
+    digest = hashlib.blake2b(repr((prompt, seed, position)).encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(digest) % (VOCABULARY - 1)
+
+
+def text_of(prompt: list[int], seed: int, length: int) -> list[int]:
+    return [token_at(prompt, seed, position) for position in range(length)]
+
+
+class MemoryEngine:
+    """`step()` gives every running request one token, as one callback's worth of outputs."""
+
+    eos_token_ids = (EOS,)
+
+    def __init__(self, capacity: int = 100) -> None:
+        self.capacity = capacity
+        self.failure: str | None = None
+        self.running: dict[str, tuple[Request, Callable[[Output], None], list[int]]] = {}
+        self.aborts: list[str] = []
+        self.submitted = asyncio.Event()
+
+    def submit(self, request: Request, sink: Callable[[Output], None]) -> None:
+        if len(self.running) >= self.capacity:
+            raise QueueFull("no room")
+        if max(request.prompt) >= VOCABULARY:
+            raise RequestError(f"token {max(request.prompt)} is unknown", "prompt")
+        assert EOS in request.sampling.stop_token_ids
+        self.running[request.id] = request, sink, list(request.generated)
+        self.submitted.set()
+
+    def abort(self, request_id: str) -> None:
+        self.aborts.append(request_id)
+        if request_id in self.running:
+            request, sink, output = self.running.pop(request_id)
+            sink(Output(request, len(output), (), FinishReason.ABORT))
+
+    def step(self) -> None:
+        for id, (request, sink, output) in list(self.running.items()):
+            token = token_at(request.prompt, request.sampling.seed, len(output))
+            output.append(token)
+            last = len(output) == request.sampling.max_tokens
+            if last:
+                del self.running[id]
+            sink(Output(request, len(output) - 1, (token,), FinishReason.LENGTH if last else None))
+
+    def fail(self, why: str) -> None:
+        self.failure = why
+        for request, sink, output in self.running.values():
+            sink(Output(request, len(output), (), FinishReason.ERROR, why))
+        self.running.clear()
+
+    async def run(self) -> None:
+        """Step whenever there is something to do."""
+        while True:
+            await self.submitted.wait()
+            while self.running:
+                self.step()
+                await asyncio.sleep(0)
+            self.submitted.clear()

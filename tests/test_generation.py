@@ -1,0 +1,251 @@
+"""A Router's sequences over real tapes: delivered whole, aborted for good, resumed exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from deployments.execution import Executor
+from deployments.generation import ATTEMPTS, Dispatcher, Generation
+from deployments.submission import Refusal, Submission
+from engine.request import FinishReason, SamplingParams
+from tests.memory_engine import MemoryEngine, text_of
+
+PROMPT = [5, 6, 7]
+
+
+@dataclass
+class Cluster:
+    """Replicas in this process, of which each submission goes to the next; one can be killed."""
+
+    engines: list[MemoryEngine]
+    executors: list[Executor] = field(default_factory=list)
+    submissions: list[Submission] = field(default_factory=list)
+    calls: list[asyncio.Task[Refusal | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.executors = [Executor(engine) for engine in self.engines]
+
+    async def submit(self, submission: Submission) -> Refusal | None:
+        executor = self.executors[len(self.submissions) % len(self.executors)]
+        self.submissions.append(submission)
+        call = asyncio.create_task(executor.run(submission))
+        self.calls.append(call)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not call.done():
+                call.cancel()
+                raise
+            return Refusal("lost", "the replica died")
+
+    def kill(self, call: int) -> None:
+        """As when the replica that runs this call dies: no answer, no last token."""
+        self.calls[call].cancel()
+
+
+@asynccontextmanager
+async def dispatching(*engines: MemoryEngine) -> AsyncIterator[tuple[Dispatcher, Cluster]]:
+    cluster = Cluster(list(engines))
+    dispatcher = Dispatcher(cluster.submit)
+    await dispatcher.open("127.0.0.1")
+    yield dispatcher, cluster
+    await dispatcher.close()
+    await asyncio.gather(*cluster.calls, return_exceptions=True)
+
+
+class Reader:
+    """Waits for news of one generation."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, max_tokens: int = 5, seed: int = 1, prompt: list[int] = PROMPT
+    ):
+        self.changed = asyncio.Event()
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+        self.generation: Generation = dispatcher.start(prompt, sampling, self.changed.set)
+
+    async def until(self, good: Callable[[Generation], bool]) -> Generation:
+        while not good(self.generation):
+            await self.changed.wait()
+            self.changed.clear()
+        return self.generation
+
+
+def ended(generation: Generation) -> bool:
+    return generation.ended
+
+
+def has(tokens: int) -> Callable[[Generation], bool]:
+    return lambda generation: len(generation.tokens) == tokens
+
+
+async def test_tokens_arrive_in_order_with_their_end() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        readers = [Reader(dispatcher, max_tokens=3 + n, seed=n) for n in range(20)]
+        stepping = asyncio.create_task(engine.run())
+        for n, reader in enumerate(readers):
+            generation = await reader.until(ended)
+            assert generation.tokens == text_of(PROMPT, n, 3 + n)
+            assert generation.finish_reason is FinishReason.LENGTH
+            assert generation.refusal is None
+            dispatcher.stop(generation)
+        stepping.cancel()
+        assert await asyncio.gather(*cluster.calls) == [None] * 20
+    assert engine.aborts == []
+
+
+async def test_a_refusal_ends_it() -> None:
+    engine = MemoryEngine(capacity=0)
+    async with dispatching(engine) as (dispatcher, cluster):
+        generation = await Reader(dispatcher).until(ended)
+        assert generation.refusal == Refusal("full", "no room")
+        engine.capacity = 1
+        generation = await Reader(dispatcher, prompt=[1000]).until(ended)
+        assert generation.refusal == Refusal("invalid", "token 1000 is unknown", "prompt")
+        engine.fail("broken")
+        generation = await Reader(dispatcher).until(ended)
+        assert generation.refusal is not None
+        assert generation.refusal.reason == "unavailable"
+        assert len(cluster.submissions) == 3  # none was tried again
+
+
+async def test_an_engine_that_fails_ends_what_it_runs() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, _):
+        reader = Reader(dispatcher)
+        await engine.submitted.wait()
+        engine.step()
+        await reader.until(has(1))
+        engine.fail("broken")
+        generation = await reader.until(ended)
+        assert generation.refusal == Refusal("failed", "broken")
+        assert generation.tokens == text_of(PROMPT, 1, 1)
+
+
+async def test_stop_aborts_on_the_replica() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher)
+        await engine.submitted.wait()
+        dispatcher.stop(reader.generation)
+        await asyncio.gather(*cluster.calls, return_exceptions=True)
+        assert not engine.running
+        assert len(engine.aborts) == 1
+
+
+async def test_a_lost_cancellation_takes_effect_at_the_next_token() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        executor = cluster.executors[0]
+        cancelled: list[Submission] = []
+
+        async def deaf(submission: Submission) -> Refusal | None:
+            call = asyncio.create_task(executor.run(submission))
+            cluster.calls.append(call)
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:
+                cancelled.append(submission)
+                raise
+
+        dispatcher._submit = deaf
+        reader = Reader(dispatcher, max_tokens=100)
+        await engine.submitted.wait()
+        dispatcher.stop(reader.generation)
+        await asyncio.sleep(0)
+        assert cancelled
+        assert engine.running  # nobody has told it
+        engine.step()
+        await cluster.calls[0]  # ends without another step
+        assert not engine.running
+
+
+async def test_a_replica_that_dies_is_replaced_without_a_trace() -> None:
+    engines = MemoryEngine(), MemoryEngine()
+    async with dispatching(*engines) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=6)
+        await engines[0].submitted.wait()
+        engines[0].step()
+        engines[0].step()
+        await reader.until(has(2))
+        cluster.kill(0)
+        await engines[1].submitted.wait()
+        assert cluster.submissions[1].generated == text_of(PROMPT, 1, 2)
+        assert cluster.submissions[1].attempt == 1
+        for _ in range(4):
+            engines[1].step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 6)
+        assert generation.finish_reason is FinishReason.LENGTH
+
+
+async def test_it_is_not_tried_for_ever() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher)
+        for attempt in range(ATTEMPTS):
+            await engine.submitted.wait()
+            engine.submitted.clear()
+            cluster.kill(attempt)
+        generation = await reader.until(ended)
+        assert generation.refusal == Refusal("lost", "the replica died")
+
+
+async def test_a_closed_tape_is_opened_again() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=3)
+        await engine.submitted.wait()
+        engine.submitted.clear()
+        engine.step()
+        await reader.until(has(1))
+        for connection in list(dispatcher._listener._connections):
+            connection.close()
+        await engine.submitted.wait()
+        engine.step()
+        engine.step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 3)
+        assert [submission.attempt for submission in cluster.submissions] == [0, 1]
+
+
+async def test_a_router_that_is_gone_leaves_nothing_running() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        for seed in range(3):
+            Reader(dispatcher, seed=seed)
+        while len(engine.running) < 3:
+            engine.submitted.clear()
+            await engine.submitted.wait()
+        dispatcher._tasks.clear()  # so that closing cancels no submission
+        await dispatcher.close()
+        assert await asyncio.gather(*cluster.calls) == [Refusal("lost", "the Router is gone")] * 3
+        assert not engine.running
+        late = await cluster.executors[0].run(cluster.submissions[0])
+        assert late is not None
+        assert late.reason == "lost"
+
+
+@pytest.mark.parametrize("position", [0, 2])
+async def test_a_gap_or_a_repetition_is_not_taken(position: int) -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=4)
+        await engine.submitted.wait()
+        engine.submitted.clear()
+        engine.step()
+        await reader.until(has(1))
+        [(_, _, output)] = engine.running.values()
+        output[:] = [9] * position  # so the next token claims another place
+        engine.step()
+        await engine.submitted.wait()  # again, from what is known
+        assert cluster.submissions[1].generated == text_of(PROMPT, 1, 1)
+        for _ in range(3):
+            engine.step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 4)
