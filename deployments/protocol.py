@@ -312,7 +312,7 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, each a text or token ids."""
         prompt: Any = self.prompt
         return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
