@@ -18,7 +18,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field("demo", min_length=1)
+    model: str = Field(default="demo", min_length=1)
     """`demo`, a Hugging Face id, or a local directory."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of weights and cache. `auto`: the checkpoint's on a GPU, float32 on a CPU."""
