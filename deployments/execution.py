@@ -53,7 +53,10 @@ class Executor:
             return Refusal("lost", str(error))
 
         def put(output: Output) -> None:
-            tape.put(Record(*key, output.position, list(output.tokens), output.finish_reason, output.error))
+            tokens = list(output.tokens)
+            tape.put(
+                Record(*key, output.position, tokens, output.finish_reason, output.error, request.num_cached)
+            )
 
         delivered = tape.follow(key)
         ended = False

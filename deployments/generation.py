@@ -36,6 +36,7 @@ class Generation:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.refusal: Refusal | None = None
+        self.num_cached = 0
         self._attempt = 0
         self._notify = notify
 
@@ -50,6 +51,7 @@ class Generation:
         if record.finish_reason is FinishReason.ABORT:
             return False  # nobody here asked for it: the attempt is lost
         self.tokens += record.tokens
+        self.num_cached = record.num_cached
         if record.finish_reason is FinishReason.ERROR:
             self.refusal = Refusal("failed", record.error or "the engine failed")
         else:

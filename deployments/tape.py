@@ -60,6 +60,8 @@ class Record(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None = None
     """Set in the last record of a request, and only there."""
     error: str | None = None
+    num_cached: int = 0
+    """Prompt tokens that were found in the prefix cache; known in the last record."""
 
     @property
     def key(self) -> Key:
@@ -178,6 +180,7 @@ class Tape(_Connection):
             earlier.tokens += record.tokens
             earlier.finish_reason = record.finish_reason
             earlier.error = record.error
+            earlier.num_cached = record.num_cached
         # Not at once: the other records of this step come within the same callback.
         if self._outstanding is None and not self._flush_scheduled:
             self._flush_scheduled = True

@@ -1,0 +1,116 @@
+"""The choices of one HTTP request: their sequences as text, until each ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from deployments.generation import Dispatcher, Generation
+from deployments.responses import Usage
+from deployments.submission import Refusal
+from engine.detokenizer import Detokenizer
+from engine.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one choice."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Refused(Exception):
+    """A sequence came to nothing, and with it the whole request."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class Choice:
+    """One sequence and its text."""
+
+    def __init__(self, index: int, generation: Generation, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.generation = generation
+        self._detokenizer = detokenizer
+        self._read = 0
+
+    def read(self) -> Delta:
+        """What has come since the last call. Raises `Refused`."""
+        generation = self.generation
+        if generation.refusal is not None:
+            raise Refused(generation.refusal)
+        text = self._detokenizer.push(generation.tokens[self._read :])
+        self._read = len(generation.tokens)
+        if self._detokenizer.stopped:
+            return Delta(self.index, text, FinishReason.STOP)
+        if generation.finish_reason is not None:
+            text += self._detokenizer.finish()
+        return Delta(self.index, text, generation.finish_reason)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated for the text read so far; what came after a stop string is not of it."""
+        return self._detokenizer.num_tokens
+
+
+class Answering:
+    """All choices of a request: one for each element of `sampling`, for each prompt.
+
+    `close` it in any case: it aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        prompts: Sequence[tuple[list[int], Sequence[SamplingParams]]],
+        detokenizer: Callable[[list[int]], Detokenizer],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._grown: set[int] = set()
+        self._news = asyncio.Event()
+        self.choices: list[Choice] = []
+        for prompt, samplings in prompts:
+            for sampling in samplings:
+                index = len(self.choices)
+                generation = dispatcher.start(prompt, sampling, partial(self._grow, index))
+                self.choices.append(Choice(index, generation, detokenizer(prompt)))
+        self._open = set(range(len(self.choices)))
+
+    def _grow(self, index: int) -> None:
+        self._grown.add(index)
+        self._news.set()
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What is new, as often as there is something new. Raises `Refused`."""
+        while self._open:
+            await self._news.wait()
+            self._news.clear()
+            grown = sorted(self._grown & self._open)
+            self._grown.clear()
+            deltas = [self.choices[index].read() for index in grown]
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._end(delta.index)
+            yield deltas
+
+    def usage(self) -> Usage:
+        """Token counts; a prompt counts once, whatever the number of its answers."""
+        usage = Usage(completion_tokens=sum(choice.num_tokens for choice in self.choices))
+        for generation in {id(each.generation.prompt): each.generation for each in self.choices}.values():
+            usage.prompt_tokens += len(generation.prompt)
+            usage.cached_tokens += generation.num_cached
+        return usage
+
+    def _end(self, index: int) -> None:
+        self._open.discard(index)
+        self._dispatcher.stop(self.choices[index].generation)
+
+    def close(self) -> None:
+        for index in list(self._open):
+            self._end(index)

@@ -1,0 +1,215 @@
+"""OpenAI's HTTP API as a FastAPI application. It knows text and sequences, and nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from deployments.answering import Answering, Delta, Refused
+from deployments.generation import Dispatcher
+from deployments.protocol import (
+    MAX_BODY_BYTES,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    parse,
+)
+from deployments.responses import (
+    DONE,
+    Choice,
+    StreamedAnswer,
+    WholeAnswer,
+    error_event,
+    finish_reason,
+    model_card,
+    model_list,
+)
+from deployments.submission import Refusal
+from deployments.text import Tokenizer
+from engine.detokenizer import Detokenizer
+
+RETRY_AFTER = "1"
+"""Seconds: a place in the queue is free when one of thousands of requests ends."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However the connection ends, `close` is called then."""
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+class Api:
+    """The routes. `check_health` raises `ApiError` where no engine answers."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        dispatcher: Dispatcher,
+        check_health: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # of long texts, while the loop goes on
+        self._dispatcher = dispatcher
+        self._check_health = check_health
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None, redirect_slashes=False)
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self.complete, methods=["POST"])
+        app.add_api_route("/v1/models", self.list_models, methods=["GET"])
+        app.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_exception_handler(ApiError, _answer_api_error)
+        app.add_exception_handler(HTTPException, _answer_http_error)
+        app.add_exception_handler(ClientDisconnect, _answer_nobody)
+        app.add_exception_handler(Exception, _answer_bug)
+        return app
+
+    async def chat(self, http: Request) -> Response:
+        return await self._answer(parse(await _body(http), ChatRequest))
+
+    async def complete(self, http: Request) -> Response:
+        return await self._answer(parse(await _body(http), CompletionRequest))
+
+    async def list_models(self) -> Response:
+        return _json(model_list(self._model, self._created, self._tokenizer.context_length))
+
+    async def show_model(self, model: str) -> Response:
+        self._check(model)
+        card = model_card(self._model, self._created, self._tokenizer.context_length)
+        return _json(msgspec.json.encode(card))
+
+    async def health(self) -> Response:
+        await self._check_health()
+        return Response()
+
+    def _check(self, model: str) -> None:
+        if model != self._model:
+            raise ApiError.model_not_found(model)
+
+    async def _answer(self, request: ChatRequest | CompletionRequest) -> Response:
+        self._check(request.model)
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(self._tokenizing, self._tokenizer.prompts, request)
+        answering = Answering(
+            self._dispatcher,
+            [(prompt, self._tokenizer.sampling(request, len(prompt))) for prompt in prompts],
+            lambda prompt: Detokenizer(self._tokenizer.token_bytes, request.stop_strings, prompt),
+        )
+        chat = isinstance(request, ChatRequest)
+        streams = False
+        try:
+            deltas = answering.deltas()
+            if not request.stream:
+                return _json(await _whole(WholeAnswer(self._model, chat), answering, deltas))
+            first = await anext(deltas)  # it decides on the status: an error must not come inside a 200
+            answer = StreamedAnswer(self._model, chat, request.include_usage, len(answering.choices))
+            streams = True
+            return EventStream(_events(answer, answering, first, deltas), answering.close)
+        except Refused as error:
+            raise _api_error(error.refusal, chat) from None
+        finally:
+            if not streams:
+                answering.close()
+
+
+async def _whole(answer: WholeAnswer, answering: Answering, deltas: AsyncIterator[list[Delta]]) -> bytes:
+    texts: list[list[str]] = [[] for _ in answering.choices]
+    reasons = [""] * len(texts)
+    async for news in deltas:
+        for delta in news:
+            texts[delta.index].append(delta.text)
+            if delta.finish_reason is not None:
+                reasons[delta.index] = finish_reason(delta.finish_reason)
+    choices = [Choice("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+    return answer.body(choices, answering.usage())
+
+
+async def _events(
+    answer: StreamedAnswer, answering: Answering, news: list[Delta], deltas: AsyncIterator[list[Delta]]
+) -> AsyncIterator[bytes]:
+    yield b"".join(answer.start(index) for index in range(len(answering.choices)))
+    try:
+        while True:
+            events = []
+            for delta in news:
+                events.append(answer.delta(delta.index, delta.text))
+                if delta.finish_reason is not None:
+                    events.append(answer.finish(delta.index, finish_reason(delta.finish_reason)))
+            if piece := b"".join(events):
+                yield piece
+            news = await anext(deltas)
+    except StopAsyncIteration:
+        yield answer.usage(answering.usage()) + DONE
+    except Refused as error:
+        yield error_event(_api_error(error.refusal, answer.chat))
+
+
+def _api_error(refusal: Refusal, chat: bool) -> ApiError:
+    match refusal.reason:
+        case "invalid":
+            field = "messages" if chat and refusal.field == "prompt" else refusal.field
+            return ApiError(400, refusal.message, param=field, code="invalid_value")
+        case "full":
+            return ApiError(429, refusal.message, "rate_limit_error", code="overloaded")
+        case "unavailable" | "lost":
+            return ApiError.server_error(refusal.message, 503)
+        case "failed":
+            return ApiError.server_error(refusal.message)
+
+
+async def _body(http: Request) -> bytes:
+    """The body, of which no more is held than may be sent. Raises `ApiError` (413)."""
+    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise ApiError.too_large()
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError.too_large()
+    return bytes(body)
+
+
+def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+async def _answer_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error.body(), error.status, {"Retry-After": RETRY_AFTER} if error.status == 429 else None)
+
+
+async def _answer_http_error(http: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    message = f"{HTTPStatus(error.status_code).phrase}: {http.method} {http.url.path}"
+    return _json(ApiError(error.status_code, message).body(), error.status_code, dict(error.headers or {}))
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # the client left while it was sending
+
+
+async def _answer_bug(_: Request, __: Exception) -> Response:
+    return _json(ApiError.server_error().body(), 500)  # Starlette raises the error again, to be logged

@@ -1,0 +1,54 @@
+"""The application that serve_config.yaml names: `serve run serve_config.yaml`."""
+
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+from ray.serve.deployment import Application
+
+from deployments.replica import EngineReplica
+from deployments.router import Router
+from deployments.settings import Settings, engine_limit, router_limit
+from engine.config import EngineConfig
+
+# No `from __future__ import annotations` here: Serve looks at the annotation of `args` to validate it.
+
+
+def build(args: Settings) -> Application:
+    """Routers in front of EngineReplicas. Raises pydantic's `ValidationError`, which names a wrong key."""
+    gpu = args.accelerator == "gpu" or (args.accelerator == "auto" and _cluster_has_gpus())
+    config = args.engine_config(gpu)
+    engines = serve.deployment(
+        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if gpu else 0},
+        max_ongoing_requests=engine_limit(config),
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=3,
+        **_scale(args, config),
+    )(EngineReplica)
+    routers = serve.deployment(
+        num_replicas=args.routers,
+        ray_actor_options={"num_cpus": 0.5},
+        max_ongoing_requests=router_limit(args, config),
+        graceful_shutdown_wait_loop_s=0.5,
+        max_constructor_retry_count=3,
+    )(serve.ingress()(Router))
+    return routers.bind(args.model, config.trust_remote_code, engines.bind(config))
+
+
+def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:
+    if args.max_replicas is None:
+        return {"num_replicas": args.replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=args.replicas,
+        max_replicas=args.max_replicas,
+        target_ongoing_requests=0.75 * config.max_running_requests,
+    )
+    return {"autoscaling_config": scaling}
+
+
+def _cluster_has_gpus() -> bool:
+    if ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
+    return torch.cuda.is_available()  # `serve run deployments.app:build` builds before it starts Ray

@@ -1,0 +1,43 @@
+"""EngineReplica: one engine behind Ray Serve. Token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from deployments import demo_model
+from deployments.execution import Executor
+from deployments.submission import Refusal, Submission
+from engine.config import EngineConfig
+from engine.engine import AsyncEngine, EngineStats
+
+
+class EngineReplica:
+    """What Ray Serve runs on each GPU."""
+
+    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        model = await asyncio.to_thread(demo_model.resolve, config.model)
+        # Ray sets OMP_NUM_THREADS to the CPUs it accounts for; an engine on a CPU takes what there is.
+        threads = config.cpu_threads or len(os.sched_getaffinity(0))
+        self._engine = AsyncEngine(config.model_copy(update={"model": model, "cpu_threads": threads}))
+        await self._engine.start()
+        self._executor = Executor(self._engine)
+
+    async def submit(self, submission: Submission) -> Refusal | None:
+        """Run one attempt at a sequence; its tokens go on the tape of the Router that sent it.
+
+        Returns when it has ended and that Router has all tokens, or says why it came to nothing.
+        """
+        return await self._executor.run(submission)
+
+    async def context_length(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self._engine.context_length
+
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def check_health(self) -> None:
+        """Ray Serve replaces a replica whose check raises."""
+        if not self._engine.healthy:
+            raise RuntimeError(f"the engine failed: {self._engine.failure}")

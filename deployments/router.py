@@ -1,0 +1,72 @@
+"""Router: the ingress. HTTP and text outside, token ids inside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import ray
+from fastapi import FastAPI
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments import demo_model
+from deployments.api import Api
+from deployments.generation import Dispatcher
+from deployments.protocol import ApiError
+from deployments.submission import Refusal, Submission
+from deployments.text import Tokenizer
+
+if TYPE_CHECKING:
+    from deployments.replica import EngineReplica  # imports torch, which a Router does without
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT = 10.0
+"""Seconds in which an engine answers a question about itself."""
+
+
+class Router:
+    """What Ray Serve runs to speak HTTP; it uses no GPU, and any number of them may run."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, model: str, trust_remote_code: bool, engines: DeploymentHandle[EngineReplica]
+    ) -> None:
+        self._engines = engines
+        dispatcher = Dispatcher(self._submit)
+        await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        context_length: int = await engines.context_length.remote()  # once the first engine has started
+        path = await asyncio.to_thread(demo_model.resolve, model)
+        tokenizer = await asyncio.to_thread(Tokenizer, path, context_length, trust_remote_code)
+        self._api = Api(model, tokenizer, dispatcher, self._check_engines)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._api.app()
+
+    async def _submit(self, submission: Submission) -> Refusal | None:
+        response = self._engines.submit.remote(submission)
+        try:
+            refusal: Refusal | None = await response
+            return refusal
+        except asyncio.CancelledError:
+            response.cancel()  # type: ignore[no-untyped-call]
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return Refusal("lost", "the replica cancelled the request")
+        except RayActorError as error:
+            return Refusal("lost", str(error))
+        except (BackPressureError, DeploymentUnavailableError) as error:
+            return Refusal("unavailable", str(error))
+        except Exception:
+            logger.exception("request %d failed", submission.request)
+            return Refusal("failed", "the server failed to answer")
+
+    async def _check_engines(self) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT):
+                await self._engines.check_health.remote()
+        except Exception as error:
+            raise ApiError.server_error(f"no engine answers: {error}", 503) from error

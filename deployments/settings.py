@@ -1,0 +1,65 @@
+"""The `args` of the application in serve_config.yaml, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.config import EngineConfig
+
+Count = Annotated[int, Field(ge=1)]
+
+# On a CPU a step costs time for every token in it, so a large one stalls every stream.
+CPU_DEFAULTS = {"max_running_requests": 32, "max_waiting_requests": 512, "max_tokens_per_step": 512}
+
+CONTROL_CALLS = 16
+"""Calls to a replica that are no generation (health, stats), beside those that wait to be refused."""
+
+
+class Settings(BaseModel):
+    """Settings of the application. An unknown or ill-typed key is refused with its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(default="demo", min_length=1)
+    """`demo`, a Hugging Face id, or a local directory. Clients name it exactly so."""
+    accelerator: Literal["auto", "gpu", "cpu"] = "auto"
+    """What each engine runs on. `auto`: one GPU where the Ray cluster has any at the time, else the CPU."""
+    replicas: Count = 1
+    """Engines."""
+    max_replicas: Count | None = None
+    """If set, Ray Serve scales the engines with the load between `replicas` and this many."""
+    routers: Count = 1
+    """Processes that speak HTTP, tokenise and detokenise."""
+    engine: EngineConfig = EngineConfig()
+    """Of each engine; `model` and `device` follow from the settings above."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for key, instead in (("model", "model"), ("device", "accelerator")):
+            if key in self.engine.model_fields_set:
+                raise ValueError(f"engine.{key}: set `{instead}`, at the top level, instead")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas ({self.max_replicas}) is below replicas ({self.replicas})")
+        return self
+
+    def engine_config(self, gpu: bool) -> EngineConfig:
+        """The engine's settings, with the defaults that suit what it runs on. `model` stands as given."""
+        given = self.engine.model_dump(exclude_unset=True)
+        defaults = {} if gpu else CPU_DEFAULTS
+        return EngineConfig(**{"model": self.model, "device": "cuda" if gpu else "cpu"} | defaults | given)
+
+
+def engine_limit(engine: EngineConfig) -> int:
+    """`max_ongoing_requests` of one EngineReplica.
+
+    Above what the engine takes, so that it is the engine which refuses, at once and with a reason,
+    and not Ray Serve which lets the client wait.
+    """
+    return engine.max_running_requests + engine.max_waiting_requests + CONTROL_CALLS + 48
+
+
+def router_limit(settings: Settings, engine: EngineConfig) -> int:
+    """`max_ongoing_requests` of one Router: all that the engines take, as one Router may get it all."""
+    return engine_limit(engine) * (settings.max_replicas or settings.replicas)
