@@ -57,7 +57,9 @@ def main(config: str = "serve_config.yaml") -> None:
     port = options.get("port", 8000)
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
-            sys.exit(f"Port {port} is in use: end what listens there, or change http_options.port in {config}.")
+            sys.exit(
+                f"Port {port} is in use: end what listens there, or change http_options.port in {config}."
+            )
 
     ended, failures = threading.Event(), list[str]()
     url = f"http://127.0.0.1:{port}"
