@@ -1,0 +1,51 @@
+"""CUDA graphs: the kernels of a step recorded once and launched as one.
+
+A graph reads and writes the very tensors that it was captured with, so it is named by everything
+that fixes them (slot, bucket, what it computes) and replayed for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from engine.lanes import CudaLane
+
+
+def buckets(max_sequences: int) -> list[int]:
+    """Batch sizes to capture, up to `max_sequences`: steps in between are padded to the next."""
+    sizes = [1, 2, 4, 8, 16, 32, *range(64, max_sequences, 32)]
+    return [*(size for size in sizes if size < max_sequences), max_sequences]
+
+
+def bucket_for(n: int, sizes: Sequence[int]) -> int | None:
+    """The smallest captured size that holds n; None if there is none."""
+    return next((size for size in sizes if size >= n), None)
+
+
+class Graphs:
+    """Graphs by name, sharing one memory pool: they run one after the other on the compute lane."""
+
+    def __init__(self, lane: CudaLane) -> None:
+        self._stream = lane.stream
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+
+    def capture(self, name: Hashable, work: Callable[[], None]) -> None:
+        """Run `work` once to warm up, then record it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            work()
+        self._graphs[name] = graph
+
+    def replay(self, name: Hashable) -> None:
+        """Launch a graph on the current stream. Raises `KeyError` if none was captured under that name."""
+        self._graphs[name].replay()
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._graphs

@@ -1,0 +1,114 @@
+"""Slots A and B: everything that belongs to one step in flight.
+
+A slot is filled by the host, read and written by the three lanes in turn, and free again once its
+`d2h_done` is reached. Its device tensors are at fixed addresses, since captured graphs read and
+write them; fields are contiguous rows of a matrix, so one copy moves them all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.plan import SEQUENCE, TOKEN, StepPlan
+
+if TYPE_CHECKING:
+    from engine.lanes import Event, Lanes
+
+_TOKEN_ROW = {name: i for i, name in enumerate(TOKEN.names or ())}
+_SEQUENCE_ROW = {name: i for i, name in enumerate(SEQUENCE.names or ())}
+
+
+class Slot:
+    """Buffers for steps of up to `max_tokens` tokens and `max_sequences` sequences of `max_blocks` blocks."""
+
+    def __init__(
+        self, max_tokens: int, max_sequences: int, max_blocks: int, device: torch.device, lanes: Lanes
+    ) -> None:
+        pinned = device.type == "cuda"
+
+        def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+            host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+            return host, torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._tokens_host, self._tokens = pair(len(_TOKEN_ROW), max_tokens)
+        self._sequences_host, self._sequences = pair(len(_SEQUENCE_ROW), max_sequences)
+        # Blocks first: the part in use, [blocks of the longest, sequences], is one contiguous copy.
+        self._tables_host, self._tables = pair(max_blocks, max_sequences)
+        self._sampled_host, self.sampled = pair(max_sequences)
+        self._num_blocks = 0
+        self.h2d_done: Event = lanes.new_event()
+        self.compute_done: Event = lanes.new_event()
+        self.d2h_done: Event = lanes.new_event()
+
+    def fill(self, plan: StepPlan, num_tokens: int, num_sequences: int) -> None:
+        """Copy a plan into the pinned buffers (host), padded with scratch entries.
+
+        A padded sequence is one token of its own, in row 0 and block 0.
+        """
+        t, s = len(plan.tokens), len(plan.sequences)
+        tokens, sequences = self._tokens_host.numpy(), self._sequences_host.numpy()
+        for name, i in _TOKEN_ROW.items():
+            tokens[i, :t] = plan.tokens[name]
+        for name, i in _SEQUENCE_ROW.items():
+            sequences[i, :s] = plan.sequences[name].view(np.int32)
+        self._num_blocks = plan.block_tables.shape[1]
+        tables = self._tables_host.numpy()
+        tables[: self._num_blocks, :s] = plan.block_tables.T
+        if num_sequences > s:
+            tokens[:, t:num_tokens] = 0
+            tokens[_TOKEN_ROW["carry_row"], t:num_tokens] = -1
+            sequences[:, s:num_sequences] = 0
+            sequences[_SEQUENCE_ROW["query_start"], s:num_sequences] = np.arange(t, num_tokens)
+            sequences[_SEQUENCE_ROW["query_len"], s:num_sequences] = 1
+            sequences[_SEQUENCE_ROW["context_len"], s:num_sequences] = 1
+            tables[: self._num_blocks, s:num_sequences] = 0
+
+    def upload(self) -> None:
+        """Pinned buffers to device tensors (H2D lane)."""
+        self._tokens.copy_(self._tokens_host, non_blocking=True)
+        self._sequences.copy_(self._sequences_host, non_blocking=True)
+        n = self._num_blocks
+        self._tables[:n].copy_(self._tables_host[:n], non_blocking=True)
+
+    def download(self) -> None:
+        """Sampled tokens to their pinned buffer (D2H lane)."""
+        self._sampled_host.copy_(self.sampled, non_blocking=True)
+
+    def token(self, name: str, n: int) -> torch.Tensor:
+        """Field `name` of the first n tokens: int32 [n] on the device."""
+        return self._tokens[_TOKEN_ROW[name], :n]
+
+    def sequence(self, name: str, n: int) -> torch.Tensor:
+        """Field `name` of the first n sequences: int32 or float32 [n] on the device."""
+        row = self._sequences[_SEQUENCE_ROW[name], :n]
+        return row.view(torch.float32) if SEQUENCE[name] == np.float32 else row
+
+    def block_tables(self, n: int, num_blocks: int | None = None) -> torch.Tensor:
+        """int32 [n, num_blocks] on the device, with strides (1, max_sequences)."""
+        return self._tables[:num_blocks, :n].T
+
+    def result(self, n: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """A copy of the first n sampled tokens. Only after `d2h_done`."""
+        sampled = self._sampled_host[:n].numpy().copy()
+        self._sampled_host.fill_(-1)
+        return sampled
+
+    def make_scratch(self, n: int) -> None:
+        """Device tensors of a step of n padded sequences, for capturing and measuring steps."""
+        self._tokens.zero_()
+        self._tokens[_TOKEN_ROW["carry_row"]] = -1
+        self._sequences.zero_()
+        self._sequences[_SEQUENCE_ROW["query_start"], :n] = torch.arange(n, dtype=torch.int32)
+        self._sequences[_SEQUENCE_ROW["query_len"]] = 1
+        self._sequences[_SEQUENCE_ROW["context_len"]] = 1
+        self._tables.zero_()
+
+    def poison(self) -> None:
+        """Fill every buffer with what no step can use, to show in tests that nobody reads a free slot."""
+        for buffer in (self._tokens_host, self._sequences_host, self._tables_host, self._sampled_host):
+            buffer.fill_(-(2**30))
+        for tensor in (self._tokens, self._sequences, self._tables, self.sampled):
+            tensor.fill_(-(2**30))
