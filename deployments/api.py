@@ -51,7 +51,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)  # Ray Serve cancels it when the client leaves
         finally:
             self._close()
 

@@ -58,22 +58,20 @@ class Executor:
                 Record(*key, output.position, tokens, output.finish_reason, output.error, request.num_cached)
             )
 
-        delivered = tape.follow(key)
-        ended = False
         try:
             self._engine.submit(request, put)
-            await delivered
-            ended = True
         except QueueFull as error:
             return Refusal("full", str(error))
         except RequestError as error:
             return Refusal("invalid", str(error), error.field)
+        try:
+            await tape.delivery(key)
         except TapeLost as error:
+            self._engine.abort(request.id)
             return Refusal("lost", str(error))
-        finally:
-            if not ended:
-                self._engine.abort(request.id)
-            tape.forget(key)
+        except asyncio.CancelledError:
+            self._engine.abort(request.id)
+            raise
         return None
 
     async def _tape(self, address: Address) -> Tape:

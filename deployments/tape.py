@@ -156,18 +156,15 @@ class Tape(_Connection):
         tape.send(address.secret)
         return tape
 
-    def follow(self, key: Key) -> asyncio.Future[None]:
-        """A future that is done when the Router has the last record of `key`.
-
-        It raises `TapeLost` when the tape is lost before.
-        """
-        future = self._delivered[key] = self._loop.create_future()
+    async def delivery(self, key: Key) -> None:
+        """Return when the Router has the last record of `key`. Raises `TapeLost` if it never will."""
         if self._transport is None:
-            future.set_exception(TapeLost("the tape is closed"))
-        return future
-
-    def forget(self, key: Key) -> None:
-        self._delivered.pop(key, None)
+            raise TapeLost("the Router is gone")
+        future = self._delivered[key] = self._loop.create_future()
+        try:
+            await future
+        finally:
+            self._delivered.pop(key, None)
 
     def put(self, record: Record) -> None:
         """Send `record` with the next frame. The tape owns it from here on."""
@@ -198,7 +195,7 @@ class Tape(_Connection):
     def frame_received(self, payload: bytes) -> None:
         unwanted = self._decode(payload)
         for key in self._outstanding or ():
-            future = self._delivered.pop(key, None)
+            future = self._delivered.get(key)
             if future is not None and not future.done():
                 future.set_result(None)
         self._outstanding = None
@@ -212,7 +209,6 @@ class Tape(_Connection):
         for future in self._delivered.values():
             if not future.done():
                 future.set_exception(TapeLost("the Router is gone"))
-        self._delivered.clear()
         self._closed()
 
 

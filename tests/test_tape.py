@@ -76,6 +76,10 @@ async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Add
         await listener.close()
 
 
+def follow(tape: Tape, request: int, attempt: int = 0) -> asyncio.Task[None]:
+    return asyncio.create_task(tape.delivery((request, attempt)))
+
+
 async def dial(address: Address) -> Peer:
     return Peer(*await asyncio.open_connection(address.host, address.port))
 
@@ -101,7 +105,8 @@ async def test_one_frame_holds_a_step_and_one_is_outstanding() -> None:
 
 async def test_delivery_is_known_from_the_answer() -> None:
     async with router() as (tape, peer, _):
-        first, second = tape.follow((0, 0)), tape.follow((1, 0))
+        first, second = follow(tape, 0), follow(tape, 1)
+        await asyncio.sleep(0)
         tape.put(Record(0, 0, 0, [1], FinishReason.STOP))
         await peer.records()
         tape.put(Record(1, 0, 0, [], FinishReason.ERROR, "broken"))
@@ -138,19 +143,20 @@ async def test_frames_survive_any_fragmentation() -> None:
         peer.writer.write(raw)  # and all in one piece
         peer.writer.close()
         with pytest.raises(TapeLost):
-            await tape.follow((9, 9))
+            await tape.delivery((9, 9))
         assert aborts == [(n, n) for n in range(5)] * 2
 
 
 async def test_a_lost_router_is_told_to_all_who_wait() -> None:
     async with router() as (tape, peer, _):
-        waiting = [tape.follow((n, 0)) for n in range(2)]
+        waiting = [follow(tape, n) for n in range(2)]
+        await asyncio.sleep(0)
         peer.writer.close()
         for future in waiting:
             with pytest.raises(TapeLost):
                 await future
         with pytest.raises(TapeLost):
-            await tape.follow((2, 0))
+            await tape.delivery((2, 0))
         tape.put(Record(2, 0, 0, [1]))  # goes nowhere, harms nothing
 
 
@@ -164,7 +170,7 @@ async def test_no_router() -> None:
 async def test_records_arrive_in_order_and_are_answered() -> None:
     async with listener() as (_, address, got):
         tape = await Tape.connect(address, lambda key: None, lambda: None)
-        done = tape.follow((0, 0))
+        done = follow(tape, 0)
         for position in range(100):
             last = FinishReason.LENGTH if position == 99 else None
             tape.put(Record(0, 0, position, [position], last))
@@ -182,7 +188,8 @@ async def test_records_that_nobody_wants_are_answered_by_an_abort_once() -> None
         tape = await Tape.connect(address, aborts.put_nowait, lambda: None)
         tape.put(Record(7, 1, 0, [1]))
         assert await aborts.get() == (7, 1)
-        done = tape.follow((7, 1))
+        done = follow(tape, 7, 1)
+        await asyncio.sleep(0)
         tape.put(Record(7, 1, 1, [], FinishReason.ABORT))
         await done
         assert aborts.empty()
@@ -208,7 +215,7 @@ async def test_garbage_closes_a_tape_and_no_other() -> None:
         peer.send(address.secret)
         peer.send(b"\xc1")
         assert await peer.closed_by_other_end()
-        done = tape.follow((0, 0))
+        done = follow(tape, 0)
         tape.put(Record(0, 0, 0, [1], FinishReason.STOP))
         await done
         assert got.qsize() == 1
@@ -220,7 +227,7 @@ async def test_closing_the_listener_ends_its_tapes() -> None:
     async with listener() as (end, address, _):
         closed = asyncio.Event()
         tape = await Tape.connect(address, lambda key: None, closed.set)
-        done = tape.follow((0, 0))
+        done = follow(tape, 0)
         await end.close()
         with pytest.raises(TapeLost):
             await done
