@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -118,3 +119,18 @@ def test_files_stay_small() -> None:
         str(path.relative_to(ROOT)): n for path in paths if (n := len(path.read_text().splitlines())) >= 400
     }
     assert not long
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/decisions.md"])
+def test_links_lead_to_files(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert page == "docs/decisions.md" or links
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_guide_names_every_module() -> None:
+    guide = (ROOT / "docs/architecture.md").read_text()
+    files = [p for package in ("engine", "deployments") for p in (ROOT / package).glob("*.py")]
+    missing = [path.name for path in files if path.stem != "__init__" and path.name not in guide]
+    assert not missing
