@@ -24,8 +24,12 @@ class RequestError(ValueError):
         return type(self), (str(self), self.field)
 
 
-class QueueFull(RequestError):
+class QueueFull(RuntimeError):
     """No room to wait. Nothing is wrong with the request: it may be sent again later."""
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is not started, draining, stopped or broken: another one may serve the request."""
 
 
 class FinishReason(enum.StrEnum):

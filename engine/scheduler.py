@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from engine.kv_cache import CacheCounts, KVCache
 from engine.plan import SEQUENCE, TOKEN, StepPlan, StepResult
-from engine.request import FinishReason, Output, QueueFull, Request, RequestError, State
+from engine.request import FinishReason, Output, Request, RequestError, State
 from engine.rows import Int32s, Rows
 
 
@@ -61,7 +61,6 @@ class Scheduler:
         context_length: int,
         max_running_requests: int,
         max_tokens_per_step: int,
-        max_waiting_requests: int = 2**31,
         prefix_caching: bool = True,
         identity: bytes = b"",
     ) -> None:
@@ -70,7 +69,6 @@ class Scheduler:
         # A request that could outgrow the whole cache would be preempted for ever.
         self.context_length = min(context_length, self.cache.total * block_size)
         self.max_tokens_per_step = max_tokens_per_step
-        self.max_waiting_requests = max_waiting_requests
         self.rows = Rows(max_running_requests, -(-self.context_length // block_size))
         self.running: list[Request] = []  # sorted by Request.order, like waiting
         self.waiting: list[Request] = []
@@ -107,10 +105,8 @@ class Scheduler:
         return request.num_prompt + request.sampling.max_tokens
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raises `RequestError` if it can never run, `QueueFull` if too many wait."""
+        """Accept a request. Raises `RequestError` if it can never run."""
         self.check_request(request)
-        if len(self.waiting) >= self.max_waiting_requests:
-            raise QueueFull(f"{len(self.waiting)} requests are waiting already")
         request.limit = self._limit(request)
         known = [*request.prompt, *request.generated]
         request.num_tokens = len(known)
@@ -364,7 +360,7 @@ class Scheduler:
         return self.cache.counts()
 
     def check(self) -> None:
-        """Raise `AssertionError` unless rows, blocks and lists agree. Cheap enough for every idle moment."""
+        """Raise `AssertionError` unless rows, blocks and lists agree."""
         r = self.rows
         owned = [r.owned_blocks(request.row) for request in self.running]
         self.cache.check(owned)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import FinishReason, Output, QueueFull, Request, RequestError, SamplingParams, State
+from engine.request import FinishReason, Output, Request, RequestError, SamplingParams, State
 from engine.scheduler import Scheduler
 from tests.fake_device import VOCAB, FakeDevice, reference
 
@@ -330,14 +330,16 @@ def test_context_is_capped_by_the_whole_cache() -> None:
     assert len(bench.outputs[request]) == 9
 
 
-def test_waiting_queue_is_bounded() -> None:
-    bench = Bench()
-    bench.scheduler.max_waiting_requests = 2
-    bench.add(make([1], 1))
-    bench.add(make([1], 1))
-    with pytest.raises(QueueFull):
-        bench.scheduler.add(make([1], 1))
+def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
+    bench = Bench(num_blocks=11, context_length=40, prefix_caching=False)
+    kept = [bench.add(make([i] * 4, 16, ignore_eos=True, priority=p)) for i, p in ((1, 0), (2, 1), (3, 0))]
+    lost: list[Request] = []
+    preempt = bench.scheduler._preempt
+    bench.scheduler._preempt = lambda request: (lost.append(request), preempt(request))[1]  # type: ignore[method-assign]
     bench.run()
+    bench.expect_reference()
+    assert lost[0] is kept[1]
+    assert kept[0] not in lost
 
 
 def test_priority_runs_first() -> None:

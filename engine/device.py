@@ -1,0 +1,113 @@
+"""Which device and dtype an engine uses, and how large its cache may be there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from engine.attention import LayerCache
+from engine.config import EngineConfig
+from engine.lanes import make_lanes
+from engine.plan import SEQUENCE, TOKEN, StepPlan
+from engine.runner import Model, Runner
+
+
+class SizedModel(Model, Protocol):
+    def cache_bytes_per_block(self, block_size: int) -> int: ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> list[LayerCache]: ...
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Raises `ValueError` naming `device` where a GPU is asked for and torch sees none."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for, but torch sees no GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Of weights and cache: as configured, or the checkpoint's on a GPU and float32 on a CPU."""
+    if config.dtype != "auto":
+        found: torch.dtype = getattr(torch, config.dtype)
+        return found
+    if device.type == "cpu":
+        return torch.float32
+    stored = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code).dtype
+    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+
+def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, device: torch.device) -> int:
+    """Blocks of the cache, the scratch block included.
+
+    On a GPU: what `memory_fraction` leaves beside the weights, the largest step that can be
+    planned, and the memory that captured graphs keep, both measured by running such steps.
+    Raises `ValueError` naming the setting to change if not even one block fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    block_bytes = model.cache_bytes_per_block(config.block_size)
+    if device.type == "cpu":
+        setting, room = "cpu_cache_gib", config.cpu_cache_gib * 2**30
+    else:
+        s = config.max_running_requests
+        runner = Runner(
+            model,
+            model.allocate_cache(2, config.block_size),
+            make_lanes(device),
+            device,
+            max_tokens=config.max_tokens_per_step,
+            max_sequences=s,
+            max_blocks=max_blocks,
+            depth=1,
+        )
+        largest = _peak_bytes(runner, config.max_tokens_per_step - (s - 1), s)
+        captured = _peak_bytes(runner, 1, s) if config.cuda_graphs else 0
+        del runner
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        setting = "memory_fraction"
+        room = total * config.memory_fraction - (total - free) - largest - captured
+    if room < 2 * block_bytes:
+        raise ValueError(
+            f"{setting}: leaves {room / 2**20:.0f} MiB for the key-value cache, and the smallest one "
+            f"takes {2 * block_bytes / 2**20:.0f} MiB"
+        )
+    return int(room // block_bytes)
+
+
+def _peak_bytes(runner: Runner, chunk: int, sequences: int) -> int:
+    """Memory that a step of one prompt chunk and decodes otherwise needs, the full sampler included."""
+    device = runner.last_token.device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    runner.launch(_scratch_plan(chunk, sequences, runner.max_blocks))
+    runner.collect()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _scratch_plan(chunk: int, sequences: int, max_blocks: int) -> StepPlan:
+    """Decodes and one chunk last, all in the scratch row and block."""
+    tokens = np.zeros(sequences - 1 + chunk, TOKEN)
+    tokens["carry_row"] = -1
+    tokens["position"][sequences - 1 :] = np.arange(chunk)
+    seqs = np.zeros(sequences, SEQUENCE)
+    seqs["query_start"] = np.arange(sequences)
+    seqs["query_len"] = seqs["context_len"] = 1
+    seqs["query_len"][-1] = seqs["context_len"][-1] = chunk
+    seqs["temperature"] = seqs["top_p"] = 1
+    return StepPlan(
+        step=0,
+        tokens=tokens,
+        sequences=seqs,
+        block_tables=np.zeros((sequences, max_blocks), np.int32),
+        num_decodes=sequences - 1,
+        max_query_len=chunk,
+        greedy=False,
+        filtered=True,
+    )

@@ -1,0 +1,287 @@
+"""The engine: the loop that keeps the host one step ahead of the device, and its asyncio face."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import torch
+
+from engine.config import EngineConfig
+from engine.device import choose_device, choose_dtype, choose_num_blocks
+from engine.graphs import buckets
+from engine.lanes import make_lanes
+from engine.model import PagedModel
+from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
+from engine.runner import Runner
+from engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[Output], None]
+Command = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Blocks leave out the scratch block; totals count from the start."""
+
+    running: int
+    waiting: int
+    rows_free: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_owned: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    wasted_tokens: int
+    preemptions: int
+    admitted: int
+    finished: dict[str, int]
+
+
+class AsyncEngine:
+    """One model on one device, shared by any number of requests.
+
+    `start` once, from the event loop that will use it; every other method is called on that loop.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.failure: str | None = None
+        """Why the engine broke, if it did."""
+        self.context_length = 0
+        self.vocab_size = 0
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.device = "none"
+        self._accepting = False
+        self._alive = True
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._live: dict[str, tuple[Request, Sink]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+
+    # Life
+
+    async def start(self) -> None:
+        """Load the model, size the cache and start the loop. Raises what goes wrong in that."""
+        self._asyncio = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = self._asyncio.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
+        self._thread.start()
+        await ready
+        self._accepting = True
+
+    async def drain(self) -> None:
+        """Accept nothing more; returns when every accepted request has ended."""
+        self._accepting = False
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Abort what is left and end the loop and its lanes."""
+        self._accepting = False
+        for request_id in list(self._live):
+            self.abort(request_id)
+        if self.healthy:
+            await self._idle.wait()
+        self._inbox.put(self._end)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _end(self) -> None:
+        self._alive = False
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None and self._thread is not None and self._thread.is_alive()
+
+    # Requests
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Accept a request; `sink` is then called with each of its outputs, on the event loop.
+
+        Raises `RequestError` naming the field for a request that can never be served, `QueueFull`
+        if too many wait, `EngineUnavailable` if the engine takes no requests.
+        """
+        if not self._accepting:
+            raise EngineUnavailable(self.failure or "the engine is not accepting requests")
+        self._scheduler.check_request(request)
+        if max(request.prompt) >= self.vocab_size or min(request.prompt) < 0:
+            raise RequestError(f"the prompt has token ids outside 0..{self.vocab_size - 1}", "prompt")
+        if request.id in self._live:
+            raise RequestError(f"a request with id {request.id!r} is running", "id")
+        if len(self._live) >= self.config.max_running_requests + self.config.max_waiting_requests:
+            raise QueueFull(f"{len(self._live)} requests are running or waiting already")
+        self._live[request.id] = (request, sink)
+        self._idle.clear()
+        self._inbox.put(lambda: self._add(request))
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """The outputs of a request as they come. Leaving the iteration early aborts it."""
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        self.submit(request, outputs.put_nowait)
+        try:
+            while True:
+                output = await outputs.get()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._abort(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next commit. Nothing happens if it has ended, or was never there."""
+        if request_id in self._live:
+            self._abort(self._live[request_id][0])
+
+    def _abort(self, request: Request) -> None:
+        def abort() -> None:
+            output = self._scheduler.abort(request)
+            if output is not None:
+                self._publish([output])
+
+        if request.finish_reason is None:
+            self._inbox.put(abort)
+
+    def stats(self) -> EngineStats:
+        """Raises `EngineUnavailable` before `start` is through."""
+        if not hasattr(self, "_scheduler"):
+            raise EngineUnavailable("the engine has not started")
+        scheduler, counters, blocks = self._scheduler, self._scheduler.counters, self._scheduler.counts()
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            rows_free=scheduler.rows.num_free,
+            blocks_free=blocks.free,
+            blocks_cached=blocks.cached,
+            blocks_owned=blocks.owned,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            output_tokens=counters.output_tokens,
+            wasted_tokens=counters.wasted_tokens,
+            preemptions=counters.preemptions,
+            admitted=counters.admitted,
+            finished={reason.value: n for reason, n in list(counters.finished.items())},
+        )
+
+    # The engine's thread
+
+    def _run(self, ready: asyncio.Future[None]) -> None:
+        call = self._asyncio.call_soon_threadsafe
+        try:
+            self._scheduler, self._runner = self._build()
+        except BaseException as error:
+            call(ready.set_exception, error)
+            return
+        call(ready.set_result, None)
+        try:
+            self._loop()
+            self._runner.close()
+        except BaseException as error:
+            logger.exception("the engine's loop failed")
+            call(self._fail, f"{type(error).__name__}: {error}")
+
+    def _build(self) -> tuple[Scheduler, Runner]:
+        config, device = self.config, choose_device(self.config)
+        if config.cpu_threads is not None:
+            torch.set_num_threads(config.cpu_threads)
+        model = PagedModel.load(config, device, choose_dtype(config, device))
+        max_blocks = -(-model.context_length // config.block_size)
+        num_blocks = choose_num_blocks(config, model, max_blocks, device)
+        scheduler = Scheduler(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            context_length=model.context_length,
+            max_running_requests=config.max_running_requests,
+            max_tokens_per_step=config.max_tokens_per_step,
+            prefix_caching=config.prefix_caching,
+            identity=config.model.encode(),
+        )
+        runner = Runner(
+            model,
+            model.allocate_cache(num_blocks, config.block_size),
+            make_lanes(device),
+            device,
+            max_tokens=config.max_tokens_per_step,
+            max_sequences=config.max_running_requests,
+            max_blocks=scheduler.rows.blocks.shape[1],
+            depth=config.depth,
+        )
+        if device.type == "cuda" and config.cuda_graphs:
+            runner.capture(buckets(config.max_running_requests), progress=logger.info)
+        self.context_length = scheduler.context_length
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
+        self.device = str(device)
+        return scheduler, runner
+
+    def _loop(self) -> None:
+        """The heart: while the device runs step N, the host prepares step N+1."""
+        scheduler, runner, depth = self._scheduler, self._runner, self.config.depth
+        while self._alive:
+            self._apply_inbox(block=not scheduler.has_work and not scheduler.num_in_flight)
+            plan = scheduler.schedule()
+            if plan is not None:
+                runner.launch(plan)
+            in_flight = scheduler.num_in_flight
+            if in_flight and (in_flight == depth or plan is None):
+                result = runner.collect()  # the only place where the host waits for the device
+                self._publish(scheduler.commit(result))
+            elif plan is None and scheduler.has_work:
+                raise RuntimeError("requests wait and nothing can be scheduled")
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._scheduler.add(request)
+        except Exception as error:  # of this request alone: the others go on
+            self._publish([Output(request, 0, (), FinishReason.ERROR, str(error))])
+
+    def _apply_inbox(self, block: bool) -> None:
+        """Run what was asked for since the last turn; with nothing else to do, wait for it."""
+        try:
+            while True:
+                self._inbox.get(block)()
+                block = False
+        except Empty:
+            pass
+
+    def _publish(self, outputs: list[Output]) -> None:
+        if outputs:
+            self._asyncio.call_soon_threadsafe(self._deliver, outputs)
+
+    # Back on the event loop
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            request_id = output.request.id
+            if request_id not in self._live:
+                continue
+            _, sink = self._live[request_id]
+            if output.finish_reason is not None:
+                del self._live[request_id]
+            try:
+                sink(output)
+            except Exception:
+                logger.exception("the reader of request %s failed", request_id)
+                self._abort(output.request)
+        if not self._live:
+            self._idle.set()
+
+    def _fail(self, failure: str) -> None:
+        """The loop is over: end every request with the error."""
+        self.failure = failure
+        self._accepting = False
+        self._deliver(
+            [
+                Output(request, request.num_output, (), FinishReason.ERROR, failure)
+                for request, _ in list(self._live.values())
+            ]
+        )
