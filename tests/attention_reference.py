@@ -57,7 +57,8 @@ class Step:
 
     def check(self, out: torch.Tensor, *, atol: float, rtol: float = 0.0) -> None:
         """Raise AssertionError unless `out` and the cache are what this step must leave behind."""
-        assert out.shape == self.query.shape and out.dtype == self.query.dtype
+        assert out.shape == self.query.shape
+        assert out.dtype == self.query.dtype
         assert torch.isfinite(out).all()
         real = ~self.expected.isnan()
         torch.testing.assert_close(out.double()[real], self.expected[real], atol=atol, rtol=rtol)
@@ -99,6 +100,9 @@ def random_step(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
+    def cut(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return rows[:, :heads], rows[:, heads:-kv_heads], rows[:, -kv_heads:]
+
     scale = head_dim**-0.5 if scale is None else scale
     sequences = [*sequences[:num_decodes], *[(1, 0)] * padded, *sequences[num_decodes:]]
     blocks = [-(-context // block_size) if new else 0 for context, new in sequences]
@@ -125,7 +129,7 @@ def random_step(
         tables[index, : len(owned)] = owned
         position = torch.arange(context, device=device)
         slot = owned[position // block_size] * block_size + position % block_size
-        query, key, value = rows.split((heads, kv_heads, kv_heads), dim=1)
+        query, key, value = cut(rows)
         past = context - new
         keys, values = (
             torch.cat((randn(past, kv_heads, head_dim), key)),
@@ -142,7 +146,7 @@ def random_step(
     for slot, key, value in written:
         key_after.view(-1, kv_heads, head_dim)[slot] = key
         value_after.view(-1, kv_heads, head_dim)[slot] = value
-    query, key, value = torch.cat(fused).split((heads, kv_heads, kv_heads), dim=1)
+    query, key, value = cut(torch.cat(fused))
     if not strided:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
 

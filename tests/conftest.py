@@ -11,6 +11,8 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a token would be written into ~/.ray
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when triton is first imported, which transformers may do: without a GPU its kernels run interpreted.
+os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")
 
 hypothesis.settings.register_profile(
     "stepahead",

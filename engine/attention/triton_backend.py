@@ -96,7 +96,7 @@ class TritonAttention:
         device: torch.device | str,
         programs: int | None = None,
     ) -> None:
-        """Room for `max_sequences` decoding at once; the head counts and dimension are the largest of any layer.
+        """Room for `max_sequences` decoding at once; head counts and dimension are the largest of any layer.
 
         `programs` is what decode aims for in one launch: by default a few per multiprocessor.
         """

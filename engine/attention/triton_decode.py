@@ -4,9 +4,10 @@ The splits are counted on the device, from the lengths: a captured graph stays r
 as they grow. The grid depends on shapes alone.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,7 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -112,6 +114,7 @@ def _decode_kernel(
         HEAD_DIM,
         PADDED_DIM,
         BLOCK_SIZE,
+        ALIGN,
         TILE,
         True,
         WINDOW,
@@ -229,13 +232,13 @@ class DecodeScratch:
 
 def max_splits(programs: int, kv_heads: int) -> int:
     """Splits beyond one per sequence, at most."""
-    return triton.cdiv(programs, kv_heads)
+    return -(-programs // kv_heads)
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Measured on an H200: `python -m benchmarks.attention --sweep`."""
-    if dtype == torch.float32:
-        return TileConfig(tile=32, num_warps=4, num_stages=2)
+    if dtype == torch.float32:  # without tensor cores: whole operands sit in registers
+        return TileConfig(tile=32, num_warps=8, num_stages=2)
     if head_dim > 128:
         return TileConfig(tile=32, num_warps=4, num_stages=3)
     return TileConfig(tile=64, num_warps=4, num_stages=3)
@@ -294,6 +297,7 @@ def decode(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
+        ALIGN=math.gcd(key_cache.stride(0), key_cache.stride(1), 16),
         TILE=config.tile,
         MIN_TILES=triton.cdiv(MIN_SPLIT, config.tile),
         WINDOW=window is not None,

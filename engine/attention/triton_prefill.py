@@ -1,7 +1,9 @@
 """Prefill: chunks of many query tokens against the paged cache, in which the chunk itself already is."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -34,6 +36,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -100,6 +103,7 @@ def _prefill_kernel(
             HEAD_DIM,
             PADDED_DIM,
             BLOCK_SIZE,
+            ALIGN,
             TILE,
             True,
             WINDOW,
@@ -127,6 +131,7 @@ def _prefill_kernel(
         HEAD_DIM,
         PADDED_DIM,
         BLOCK_SIZE,
+        ALIGN,
         TILE,
         False,
         WINDOW,
@@ -153,6 +158,7 @@ def _prefill_kernel(
         HEAD_DIM,
         PADDED_DIM,
         BLOCK_SIZE,
+        ALIGN,
         TILE,
         True,
         WINDOW,
@@ -165,11 +171,11 @@ def _prefill_kernel(
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Measured on an H200: `python -m benchmarks.attention --sweep`."""
-    if dtype == torch.float32:
-        return TileConfig(tile=32, rows=32, num_warps=4, num_stages=2)
+    if dtype == torch.float32:  # without tensor cores: whole operands sit in registers
+        return TileConfig(tile=32, num_warps=8, num_stages=2, rows=16)
     if head_dim > 128:
-        return TileConfig(tile=64, rows=128, num_warps=8, num_stages=2)
-    return TileConfig(tile=64, rows=128, num_warps=8, num_stages=3)
+        return TileConfig(tile=32, num_warps=8, num_stages=3, rows=128)
+    return TileConfig(tile=64, num_warps=8, num_stages=3, rows=128)
 
 
 def prefill(
@@ -218,6 +224,7 @@ def prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
+        ALIGN=math.gcd(key_cache.stride(0), key_cache.stride(1), 16),
         TILE=config.tile,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,

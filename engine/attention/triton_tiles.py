@@ -1,6 +1,6 @@
 """The inner loop that decode and prefill share: rows of queries fold in tiles of the paged cache."""
 
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,6 +31,16 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 @triton.jit
+def load_pages(block_table, tile, high, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The page of a tile, or the pages that make one up; page 0 for those from token `high` on."""
+    if BLOCK_SIZE >= TILE:
+        index = tile * TILE // BLOCK_SIZE
+    else:
+        index = tile * (TILE // BLOCK_SIZE) + tl.arange(0, TILE // BLOCK_SIZE)
+    return tl.load(block_table + index, mask=index * BLOCK_SIZE < high, other=0)
+
+
+@triton.jit
 def fold_tiles(
     total,
     row_sum,
@@ -52,6 +62,7 @@ def fold_tiles(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -59,27 +70,25 @@ def fold_tiles(
 ):
     """Online softmax over tiles [first_tile, last_tile); returns (total, row_sum, row_max).
 
+    ALIGN divides both strides.
     `key_cache` and `value_cache` point at their head. MASKED: tokens outside [low, high) are never
     read, and a row sees none after `row_position` (nor before its window). Otherwise every row sees
     every token of these tiles. `row_max` is in the units before `outer`, which is positive.
     """
     dims = tl.arange(0, PADDED_DIM)
+    pages = load_pages(block_table, first_tile, high, BLOCK_SIZE, TILE)
     for tile in range(first_tile, last_tile):
         token = tile * TILE + tl.arange(0, TILE)
-        # One page id per page, not per token. Offsets need 64 bits: a layer's cache may pass 2^31 elements.
+        # Offsets need 64 bits: a layer's cache may pass 2^31 elements.
         if BLOCK_SIZE >= TILE:
-            page = tl.load(block_table + tile * TILE // BLOCK_SIZE).to(tl.int64)
-            offset = page * stride_block + token % BLOCK_SIZE * stride_token
+            offset = pages.to(tl.int64) * stride_block + token % BLOCK_SIZE * stride_token
         else:
-            PAGES: tl.constexpr = TILE // BLOCK_SIZE
-            index = tile * PAGES + tl.arange(0, PAGES)
-            if MASKED:
-                page = tl.load(block_table + index, mask=index * BLOCK_SIZE < high, other=0)
-            else:
-                page = tl.load(block_table + index)
-            within = tl.arange(0, BLOCK_SIZE)[None, :] * stride_token
-            offset = tl.reshape(page.to(tl.int64)[:, None] * stride_block + within, (TILE,))
+            within = tl.arange(0, BLOCK_SIZE) * stride_token
+            offset = tl.reshape(pages.to(tl.int64)[:, None] * stride_block + within[None, :], (TILE,))
+            offset = tl.multiple_of(offset, ALIGN)  # which the reshape forgets
         place = offset[:, None] + dims[None, :]
+        # One iteration ahead, so that the loads of keys and values wait for no other load.
+        pages = load_pages(block_table, tile + 1, high, BLOCK_SIZE, TILE)
 
         if MASKED:
             readable = ((token >= low) & (token < high))[:, None]
