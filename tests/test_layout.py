@@ -18,7 +18,9 @@ PACKAGES = ["engine", "deployments", "cluster", "dashboards"]
 
 PUBLIC_NAMES = {
     "engine.config": {"EngineConfig", "Positive"},
+    "engine.engine": {"AsyncEngine", "Command", "EngineStats", "Sink"},
     "engine.request": {
+        "EngineUnavailable",
         "FinishReason",
         "Output",
         "QueueFull",
@@ -109,7 +111,7 @@ def test_public_names(module: str) -> None:
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
-    assert {name for name in names if not name.startswith("_")} == PUBLIC_NAMES[module]
+    assert {name for name in names if not name.startswith("_")} - {"logger"} == PUBLIC_NAMES[module]
 
 
 def test_files_stay_small() -> None:
