@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from engine.request import QueueFull, RequestError
 
 MAX_BODY_BYTES = 8 << 20
-"""A longer body is refused unread: parsing this much holds the event loop for about 0.1 s."""
+"""A longer body is refused unread. Parsing this much takes 0.02 s for a text, 0.5 s at the very worst."""
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for: prompts times `n`."""
 MAX_MESSAGES = 2048
