@@ -160,7 +160,7 @@ class Runner:
             query_start=query_start,
             query_len=query_len,
             context_len=slot.sequence("context_len", s),
-            block_tables=slot.block_tables(s, shape.num_blocks),
+            block_tables=slot.block_tables(s, shape.num_blocks).contiguous(),
             num_decodes=shape.num_decodes,
             max_query_len=shape.max_query_len,
             max_context_len=shape.num_blocks * self._block_size,

@@ -1,0 +1,321 @@
+"""How fast the engine is on this machine's GPU, against what its memory allows.
+
+    python -m benchmarks.engine --workload 8b-b32 0.6b-b32 [--out benchmarks/results/h200.jsonl]
+    python -m benchmarks.engine --shape 8b --requests 16 --prompt 100 --output 50
+
+Runs each workload with overlap on and off in one process, on the same random weights and prompts,
+checks that every request got exactly its tokens and that the tokens of both are equal, and prints
+one JSON line for each run and a table. `python -m benchmarks.report` makes the page of the lines.
+Needs torch, transformers and pydantic only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from engine.config import EngineConfig
+from engine.engine import AsyncEngine
+from engine.plan import StepPlan
+from engine.request import Request, SamplingParams
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+    },
+    "0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    shape: str
+    requests: int
+    prompt: int
+    output: int
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("8b-b32", "8b", 32, 256, 512),
+        Workload("8b-long", "8b", 32, 256, 8192),
+        Workload("8b-b256", "8b", 256, 512, 256),
+        Workload("8b-prefill", "8b", 256, 512, 1),
+        Workload("0.6b-b32", "0.6b", 32, 256, 512),
+        Workload("0.6b-b256", "0.6b", 256, 512, 256),
+        Workload("tiny", "tiny", 8, 32, 64),
+    )
+}
+
+
+@dataclass
+class Stopwatch:
+    """Times the engine's calls from outside: what each phase of a step costs the host, and when the device computes."""
+
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    collected: list[float] = field(default_factory=list)
+    decode_only: list[bool] = field(default_factory=list)
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def attach(self, engine: AsyncEngine) -> None:
+        runner, scheduler = engine._runner, engine._scheduler
+        for owner, name in ((scheduler, "schedule"), (runner, "launch"), (runner, "collect"), (scheduler, "commit")):
+            setattr(owner, name, self._timed(getattr(owner, name), self.phases.setdefault(name, [])))
+        launch, collect = runner.launch, runner.collect
+
+        def noting_launch(plan: StepPlan) -> None:
+            self.decode_only.append(len(plan.tokens) == plan.num_decodes)
+            launch(plan)
+
+        def noting_collect() -> Any:
+            result = collect()
+            self.collected.append(time.perf_counter())
+            return result
+
+        runner.launch, runner.collect = noting_launch, noting_collect  # type: ignore[method-assign]
+        if torch.cuda.is_available():
+            run = runner.lanes.compute.run
+
+            def noting_run(work: Callable[[], None]) -> None:
+                def between_events() -> None:
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    work()
+                    end.record()
+                    self.events.append((begin, end))
+
+                run(between_events)
+
+            runner.lanes.compute.run = noting_run  # type: ignore[method-assign]
+
+    @staticmethod
+    def _timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = call(*args)
+            if result is not None or args:
+                times.append(time.perf_counter() - begin)
+            return result
+
+        return timed
+
+    def report(self) -> dict[str, Any]:
+        """Of the steps that only decode. Milliseconds, but gaps in microseconds."""
+        steps = [
+            (b - a) * 1e3
+            for a, b, plain in zip(self.collected, self.collected[1:], self.decode_only[1:], strict=False)
+            if plain
+        ]
+        found: dict[str, Any] = {
+            "steps": len(self.collected),
+            "ms_per_step": statistics.median(steps) if steps else None,
+            "ms_per_step_p99": float(np.percentile(steps, 99)) if steps else None,
+            "host_ms": {name: statistics.median(times) * 1e3 for name, times in self.phases.items() if times},
+        }
+        if self.events:
+            torch.cuda.synchronize()
+            busy = [begin.elapsed_time(end) for begin, end in self.events]
+            gaps = [a.elapsed_time(b) * 1e3 for (_, a), (b, _) in zip(self.events, self.events[1:], strict=False)]
+            whole = self.events[0][0].elapsed_time(self.events[-1][1])
+            found["gpu_active_events"] = sum(busy) / whole
+            found["gap_us_p50"] = float(np.percentile(gaps, 50)) if gaps else None
+            found["gap_us_p99"] = float(np.percentile(gaps, 99)) if gaps else None
+        return found
+
+
+def save_config(shape: str, directory: Path, context: int) -> str:
+    values = dict(SHAPES[shape], max_position_embeddings=context, eos_token_id=None, bos_token_id=None)
+    config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]  # type: ignore[attr-defined]
+    config.save_pretrained(directory)
+    return str(directory)
+
+
+async def run_engine(
+    config: EngineConfig, prompts: list[list[int]], output: int
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """All requests admitted at once; returns the figures and every request's tokens."""
+    engine = AsyncEngine(config)
+    begin = time.perf_counter()
+    await engine.start()
+    start_s = time.perf_counter() - begin
+
+    async def generate(name: str, prompt: list[int], n: int) -> list[int]:
+        tokens: list[int] = []
+        sampling = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
+        async for each in engine.generate(Request(name, prompt, sampling)):
+            tokens += each.tokens
+        return tokens
+
+    await asyncio.gather(*(generate(f"warm-{i}", p[::-1], min(output, 8)) for i, p in enumerate(prompts)))
+    watch, gate = Stopwatch(), threading.Event()
+    watch.attach(engine)
+    engine._inbox.put(lambda: None if gate.wait() else None)  # so that no step begins before all are there
+    tasks = [asyncio.create_task(generate(f"{i}", p, output)) for i, p in enumerate(prompts)]
+    await asyncio.sleep(0)
+    begin = time.perf_counter()
+    gate.set()
+    tokens = await asyncio.gather(*tasks)
+    total_s = time.perf_counter() - begin
+    figures = watch.report() | {"total_s": total_s, "start_s": start_s}
+    figures["output_tokens_per_s"] = len(prompts) * output / total_s
+    blocks = engine._scheduler.counts().total
+    await engine.stop()
+    short = [i for i, got in enumerate(tokens) if len(got) != output]
+    if short:
+        raise RuntimeError(f"requests {short} did not get exactly {output} tokens")
+    return figures | {"num_blocks": blocks}, tokens
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that a reduction over 8 GiB reads: the ceiling that limits are taken from."""
+    data = torch.empty(2**31, dtype=torch.int32, device="cuda").random_()
+    times = []
+    for _ in range(8):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        data.max()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return data.numel() * data.element_size() / statistics.median(times)
+
+
+def limit_ms(workload: Workload, bandwidth: float) -> float:
+    """A decode step's least time: weights read once, and the keys and values of the mean context."""
+    s = SHAPES[workload.shape]
+    head_dim = s.get("head_dim", s["hidden_size"] // s["num_attention_heads"])
+    kv = s["num_key_value_heads"] * head_dim
+    q = s["num_attention_heads"] * head_dim
+    layer = s["hidden_size"] * (2 * q + 2 * kv) + 3 * s["hidden_size"] * s["intermediate_size"]
+    weights = 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
+    context = workload.prompt + workload.output / 2
+    cache = workload.requests * context * 2 * kv * 2 * s["num_hidden_layers"]
+    return (weights + cache) / bandwidth * 1e3
+
+
+def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args: Any) -> list[dict[str, Any]]:
+    context = workload.prompt + workload.output
+    rng = np.random.default_rng(0)
+    vocab = SHAPES[workload.shape]["vocab_size"]
+    prompts = rng.integers(1, vocab, (workload.requests, workload.prompt)).tolist()
+    lines, first = [], None
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_config(workload.shape, Path(directory), context)
+        for overlap in overlaps:
+            config = EngineConfig(
+                model=model,
+                load_format="random",
+                dtype="bfloat16" if torch.cuda.is_available() else "float32",
+                overlap=overlap,
+                max_running_requests=workload.requests,
+                max_tokens_per_step=args.max_tokens_per_step,
+                block_size=args.block_size,
+                attention=args.attention,
+                cuda_graphs=not args.no_graphs,
+            )
+            figures, tokens = asyncio.run(run_engine(config, prompts, workload.output))
+            first = first or tokens
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            lines.append(
+                {
+                    "workload": workload.name,
+                    **{k: v for k, v in asdict(workload).items() if k != "name"},
+                    "overlap": overlap,
+                    "peer": None,
+                    **figures,
+                    "limit_ms": limit_ms(workload, bandwidth) if bandwidth else None,
+                    "tokens_equal": tokens == first,
+                    "block_size": args.block_size,
+                    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+                }
+            )
+            print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=[])
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
+    parser.add_argument("--max-tokens-per-step", type=int, default=8192)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--attention", choices=["auto", "torch", "triton"], default="auto")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    args = parser.parse_args()
+    workloads = [WORKLOADS[name] for name in args.workload]
+    if args.shape:
+        name = f"{args.shape}-{args.requests}x{args.prompt}+{args.output}"
+        workloads.append(Workload(name, args.shape, args.requests, args.prompt, args.output))
+    overlaps = {"both": [True, False], "on": [True], "off": [False]}[args.overlap]
+    bandwidth = read_bandwidth() if torch.cuda.is_available() else None
+    lines = [line for workload in workloads for line in run(workload, overlaps, bandwidth, args)]
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    print(f"\n{'workload':24} overlap  ms/step     p99   limit  tokens/s   total s  GPU active  gap us  equal")
+    for x in lines:
+        print(
+            f"{x['workload']:24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
+            f"{x['ms_per_step_p99'] or 0:7.3f} {x['limit_ms'] or 0:7.3f} {x['output_tokens_per_s']:9.0f} "
+            f"{x['total_s']:9.2f}  {x.get('gpu_active_events', 0):9.4f} {x.get('gap_us_p50') or 0:7.1f}  {x['tokens_equal']}"
+        )
+
+
+if __name__ == "__main__":
+    main()
