@@ -9,7 +9,7 @@ from typing import Protocol
 
 from deployments.submission import Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
-from engine.request import Output, QueueFull, Request, RequestError
+from engine.request import EngineUnavailable, Output, QueueFull, Request, RequestError
 
 
 class Engine(Protocol):
@@ -17,8 +17,6 @@ class Engine(Protocol):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def failure(self) -> str | None: ...
     def submit(self, request: Request, sink: Callable[[Output], None]) -> None: ...
     def abort(self, request_id: str) -> None: ...
 
@@ -35,8 +33,6 @@ class Executor:
 
         However this ends, cancellation included, the engine does not go on with it.
         """
-        if self._engine.failure is not None:
-            return Refusal("unavailable", f"the engine failed: {self._engine.failure}")
         key = submission.request, submission.attempt
         sampling = submission.sampling
         request = Request(
@@ -62,6 +58,8 @@ class Executor:
             self._engine.submit(request, put)
         except QueueFull as error:
             return Refusal("full", str(error))
+        except EngineUnavailable as error:
+            return Refusal("unavailable", str(error))
         except RequestError as error:
             return Refusal("invalid", str(error), error.field)
         try:

@@ -55,7 +55,8 @@ class Router:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return Refusal("lost", "the replica cancelled the request")
+            # By Ray Serve, since the client left: to submit again would be wrong.
+            return Refusal("unavailable", "the request was cancelled")
         except RayActorError as error:
             return Refusal("lost", str(error))
         except (BackPressureError, DeploymentUnavailableError) as error:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 
-from engine.request import FinishReason, Output, QueueFull, Request, RequestError
+from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 
 VOCABULARY = 1000
 EOS = 0
@@ -35,6 +35,8 @@ class MemoryEngine:
         self.submitted = asyncio.Event()
 
     def submit(self, request: Request, sink: Callable[[Output], None]) -> None:
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
         if len(self.running) >= self.capacity:
             raise QueueFull("no room")
         if max(request.prompt) >= VOCABULARY:
