@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from engine.attention.triton_prefill import prefill  # noqa: E402
 needs_compiler = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+small_step = partial(random_step, heads=2, kv_heads=1)  # the interpreter takes its time
 
 
 def backend(step: Step, *, programs: int = 16) -> TritonAttention:
@@ -55,7 +58,6 @@ def check(step: Step, **kwargs: int) -> None:
 
 
 MIXED = [(1, 1), (300, 1), (31, 1), (65, 1), (40, 17), (5, 5), (70, 30)]
-FEW_HEADS = {"heads": 2, "kv_heads": 1}  # the interpreter takes its time
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -87,26 +89,22 @@ def test_head_dims(head_dim: int) -> None:
 def test_window(window: int) -> None:
     """Whole pages left behind are poison too: no tile may read them."""
     sequences = [(3, 1), (37, 1), (38, 1), (400, 1), (20, 20), (120, 50)]
-    check(
-        random_step(
-            sequences, num_decodes=4, padded=1, window=window, device=DEVICE, **FEW_HEADS, seed=window
-        )
-    )
+    check(small_step(sequences, num_decodes=4, padded=1, window=window, device=DEVICE, seed=window))
 
 
 def test_softcap() -> None:
-    check(random_step(MIXED, num_decodes=4, softcap=2.0, scale=1.5, device=DEVICE, **FEW_HEADS))
+    check(small_step(MIXED, num_decodes=4, softcap=2.0, scale=1.5, device=DEVICE))
 
 
 def test_softcap_and_window() -> None:
-    check(random_step(MIXED, num_decodes=4, softcap=0.5, window=20, device=DEVICE, **FEW_HEADS))
+    check(small_step(MIXED, num_decodes=4, softcap=0.5, window=20, device=DEVICE))
 
 
 @pytest.mark.parametrize("around", [32, 64, 256, 512])
 def test_lengths_around_tiles_and_splits(around: int) -> None:
     lengths = [around - 1, around, around + 1]
     sequences = [(length, 1) for length in lengths] + [(around + 1, 2), (around, 3)]
-    check(random_step(sequences, num_decodes=3, device=DEVICE, **FEW_HEADS, seed=around))
+    check(small_step(sequences, num_decodes=3, device=DEVICE, seed=around))
 
 
 def test_one_sequence_takes_every_split() -> None:
@@ -119,27 +117,27 @@ def test_more_splits_than_one_merge_takes() -> None:
 
 
 def test_prefill_alone_and_decode_alone() -> None:
-    check(random_step([(33, 33), (1, 1), (70, 6)], num_decodes=0, device=DEVICE, **FEW_HEADS))
-    check(random_step([(33, 1), (1, 1), (70, 1)], num_decodes=3, device=DEVICE, **FEW_HEADS))
+    check(small_step([(33, 33), (1, 1), (70, 6)], num_decodes=0, device=DEVICE))
+    check(small_step([(33, 1), (1, 1), (70, 1)], num_decodes=3, device=DEVICE))
 
 
 def test_a_decode_gives_the_same_as_a_prefill_of_one_token() -> None:
     """The host may plan a sequence's last chunk either way."""
     sequences = [(33, 1), (290, 1)]
     for num_decodes in (0, 1, 2):
-        check(random_step(sequences, num_decodes=num_decodes, device=DEVICE, **FEW_HEADS))
+        check(small_step(sequences, num_decodes=num_decodes, device=DEVICE))
 
 
 def test_a_block_table_wider_than_any_sequence() -> None:
-    check(random_step(MIXED, num_decodes=4, table_width=50, device=DEVICE, **FEW_HEADS))
+    check(small_step(MIXED, num_decodes=4, table_width=50, device=DEVICE))
 
 
 def test_scratch_is_ready_for_the_next_launch() -> None:
     """Layers, and steps of other shapes, share one scratch."""
     shapes = [
-        random_step([(700, 1), (90, 1), (300, 1)], num_decodes=3, device=DEVICE, **FEW_HEADS),
-        random_step([(600, 1)], num_decodes=1, device=DEVICE, **FEW_HEADS, seed=1),
-        random_step([(20, 1), (530, 1), (4, 1)], num_decodes=3, device=DEVICE, **FEW_HEADS, seed=2),
+        small_step([(700, 1), (90, 1), (300, 1)], num_decodes=3, device=DEVICE),
+        small_step([(600, 1)], num_decodes=1, device=DEVICE, seed=1),
+        small_step([(20, 1), (530, 1), (4, 1)], num_decodes=3, device=DEVICE, seed=2),
     ]
     attention = backend(shapes[0])
     for step in [*shapes, shapes[0]]:
@@ -209,7 +207,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_whole_model_compilation_takes_it_as_one_opaque_op() -> None:
-    step = random_step(MIXED, num_decodes=4, device=DEVICE, **FEW_HEADS)
+    step = small_step(MIXED, num_decodes=4, device=DEVICE)
     attention = backend(step)
 
     def layer(step: Step) -> torch.Tensor:

@@ -1,0 +1,341 @@
+"""Paged attention against the device's own limits: `python -m benchmarks.attention [--sweep] [--json FILE]`.
+
+Decode is judged by the read bandwidth, prefill by the matmul rate, both measured in the same run.
+Each case is captured in a CUDA graph that goes round several sets of pages, together larger than
+the L2 cache; a figure is the median of 20 replays, with the span of the middle 80 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+
+from engine.attention.triton_backend import PROGRAMS_PER_SM
+from engine.attention.triton_decode import DecodeScratch, decode
+from engine.attention.triton_prefill import prefill
+from engine.attention.triton_tiles import TileConfig
+from engine.attention.triton_write import write_cache
+
+DTYPE = torch.bfloat16
+DEVICE = "cuda"
+REPLAYS = 20
+MIN_REPLAY_US = 3000
+PAGES_BYTES = 400 << 20
+"""The page sets of one case together hold at least this much: several times the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    us: float
+    us_low: float
+    us_high: float
+
+
+def time_calls(calls: Sequence[Callable[[], object]]) -> Timing:
+    """Microseconds of one call, from replays of a graph that makes all the calls in turn, repeatedly."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    repeat = max(1, round(MIN_REPLAY_US / (_replay_us(graph, 1) + 1)))
+    times = sorted(_replay_us(graph, repeat) / (repeat * len(calls)) for _ in range(REPLAYS))
+    return Timing(statistics.median(times), times[REPLAYS // 10], times[-1 - REPLAYS // 10])
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph, repeat: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(repeat):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000
+
+
+def read_bandwidth() -> float:
+    """Bytes per second: the best of a few reductions over 4 GiB."""
+    flat = torch.ones(1 << 30, dtype=torch.float32, device=DEVICE)
+    timings = [
+        time_calls([lambda view=view: view.sum(-1)]).us  # type: ignore[misc]
+        for view in (flat, flat.view(1 << 14, -1), flat.view(1 << 17, -1))
+    ]
+    return flat.nbytes / min(timings) * 1e6
+
+
+def matmul_rate() -> float:
+    """FLOP per second of torch's own matmul, 8192 cubed."""
+    a, b = (torch.randn(8192, 8192, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    return 2 * 8192**3 / time_calls([lambda: a @ b] * 4).us * 1e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of one kernel."""
+
+    name: str
+    contexts: tuple[int, ...]
+    new: int = 1
+    """Query tokens of every sequence; 1 is decode."""
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def kernel(self) -> str:
+        return "decode" if self.new == 1 else "prefill"
+
+    def visible(self) -> int:
+        """Pairs of query token and visible token."""
+        pairs = 0
+        for context in self.contexts:
+            positions = range(context - self.new, context)
+            pairs += sum(min(p + 1, self.window or p + 1) for p in positions)
+        return pairs
+
+    def bytes(self) -> int:
+        """Of the keys and values that a decode must read."""
+        return self.visible() * self.kv_heads * self.head_dim * 2 * DTYPE.itemsize
+
+    def flops(self) -> int:
+        return 4 * self.visible() * self.heads * self.head_dim
+
+
+DECODE = (
+    Case("32 x 4K", (4096,) * 32),
+    Case("256 x 1K", (1024,) * 256),
+    Case("32 x 512", (512,) * 32),
+    Case("32 x 8K", (8192,) * 32),
+    Case("1 x 32K", (32768,)),
+    Case("2 x 64K among 62 x 1K", ((65536,) + (1024,) * 31) * 2),
+    Case("32 x 4K, block 64", (4096,) * 32, block_size=64),
+    Case("32 x 4K, window 1024", (4096,) * 32, window=1024),
+    Case("32 x 4K, softcap", (4096,) * 32, softcap=30.0),
+    Case("32 x 4K, head dim 64", (4096,) * 32, head_dim=64),
+    Case("32 x 4K, head dim 96", (4096,) * 32, head_dim=96),
+    Case("32 x 4K, head dim 256", (4096,) * 32, head_dim=256, heads=16, kv_heads=4),
+    Case("256 x 512, 0.6B", (512,) * 256, heads=16, kv_heads=8),
+)
+PREFILL = (
+    Case("8 x 2048", (2048,) * 8, 2048),
+    Case("1 x 32768", (32768,), 32768),
+    Case("16 x 512", (512,) * 16, 512),
+    Case("2048 after 30K", (32768,), 2048),
+    Case("8 x 2048, window 512", (2048,) * 8, 2048, window=512),
+    Case("8 x 2048, softcap", (2048,) * 8, 2048, softcap=30.0),
+    Case("8 x 2048, head dim 64", (2048,) * 8, 2048, head_dim=64),
+    Case("8 x 2048, head dim 256", (2048,) * 8, 2048, head_dim=256, heads=16, kv_heads=4),
+)
+
+DECODE_SWEEP: list[tuple[TileConfig | None, int]] = [
+    *((None, programs_per_sm) for programs_per_sm in (1, 2, 3, 6, 8)),
+    *(
+        (TileConfig(tile, num_warps, num_stages), PROGRAMS_PER_SM)
+        for tile, num_warps, num_stages in (
+            (32, 2, 4),
+            (32, 4, 4),
+            (64, 2, 3),
+            (64, 4, 2),
+            (64, 4, 4),
+            (64, 8, 3),
+            (128, 4, 2),
+            (128, 8, 2),
+            (128, 8, 3),
+        )
+    ),
+]
+PREFILL_SWEEP: list[tuple[TileConfig | None, int]] = [
+    (TileConfig(tile, num_warps, num_stages, rows), PROGRAMS_PER_SM)
+    for rows, tile, num_warps, num_stages in (
+        (128, 64, 8, 2),
+        (128, 64, 8, 4),
+        (128, 128, 8, 2),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+        (128, 64, 4, 3),
+        (128, 32, 8, 3),
+    )
+]
+SWEEP: dict[str, list[tuple[TileConfig | None, int]]] = {
+    "32 x 4K": DECODE_SWEEP,
+    "256 x 1K": DECODE_SWEEP,
+    "32 x 512": DECODE_SWEEP,
+    "32 x 4K, head dim 256": [
+        (TileConfig(tile, num_warps, num_stages), PROGRAMS_PER_SM)
+        for tile, num_warps, num_stages in ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 3))
+    ],
+    "8 x 2048": PREFILL_SWEEP,
+    "1 x 32768": PREFILL_SWEEP,
+    "8 x 2048, head dim 256": [
+        (TileConfig(tile, num_warps, num_stages, rows), PROGRAMS_PER_SM)
+        for rows, tile, num_warps, num_stages in ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3))
+    ],
+}
+
+
+class Bench:
+    """The limits of this device, and the rows measured against them."""
+
+    def __init__(self, json_path: Path | None) -> None:
+        self.json_path = json_path
+        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        self.bandwidth = read_bandwidth()
+        self.flops = matmul_rate()
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
+            f"reads {self.bandwidth / 1e12:.2f} TB/s, matmul {self.flops / 1e12:.0f} TFLOP/s"
+        )
+
+    def report(self, case: Case, timing: Timing, limit_us: float, note: str) -> None:
+        rate = f"{case.bytes() / timing.us / 1e6:6.2f} TB/s"
+        if case.kernel == "prefill":
+            rate = f"{case.flops() / timing.us / 1e6:6.0f} TFLOP/s"
+        print(
+            f"{case.kernel:8} {case.name:26} {timing.us:9.1f} us "
+            f"({timing.us_low:.1f} - {timing.us_high:.1f}) {rate} "
+            f"{limit_us / timing.us:6.1%} of limit  {note}",
+            flush=True,
+        )
+        if self.json_path:
+            row = {
+                "kernel": case.kernel,
+                **asdict(case),
+                **asdict(timing),
+                "limit_us": limit_us,
+                "note": note,
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+            }
+            with self.json_path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def run(self, case: Case, *variants: tuple[TileConfig | None, int]) -> None:
+        """Measure one case: the kernel as it is, then with other (config, programs per SM)."""
+        torch.cuda.empty_cache()
+        inputs = Inputs(case)
+        limit_us = case.bytes() / self.bandwidth * 1e6
+        if case.kernel == "prefill":
+            limit_us = case.flops() / self.flops * 1e6
+        calls = inputs.calls(None, PROGRAMS_PER_SM * self.multiprocessors)
+        calls[0]()
+        want = inputs.out.clone()
+        self.report(case, time_calls(calls), limit_us, "as it is")
+        for config, programs_per_sm in variants:
+            note = f"{config or 'as it is'}, {programs_per_sm} programs per SM"
+            calls = inputs.calls(config, programs_per_sm * self.multiprocessors)
+            try:
+                calls[0]()
+            except triton.runtime.errors.OutOfResources as error:
+                print(f"{case.kernel:8} {case.name:26} {note}: {error}")
+                continue
+            torch.testing.assert_close(inputs.out, want, atol=2e-2, rtol=2e-2)
+            self.report(case, time_calls(calls), limit_us, note)
+
+
+class Inputs:
+    """One case's tensors; as many sets of pages as outgrow the L2 cache."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        blocks = [-(-context // case.block_size) for context in case.contexts]
+        page_bytes = 2 * case.block_size * case.kv_heads * case.head_dim * DTYPE.itemsize
+        sets = max(1, -(-PAGES_BYTES // (sum(blocks) * page_bytes)))
+        shape = (1 + sets * sum(blocks), case.block_size, case.kv_heads, case.head_dim)
+        sequences, tokens = len(case.contexts), len(case.contexts) * case.new
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPE)
+
+        self.key_cache, self.value_cache = randn(*shape), randn(*shape)
+        self.query = randn(tokens, case.heads, case.head_dim)
+        self.out = torch.empty_like(self.query)
+        self.context_len = torch.tensor(case.contexts, dtype=torch.int32, device=DEVICE)
+        self.query_len = torch.full_like(self.context_len, case.new)
+        self.query_start = torch.arange(0, tokens, case.new, dtype=torch.int32, device=DEVICE)
+        self.tables = torch.zeros(sets, sequences, max(blocks), dtype=torch.int32)
+        pages = 1 + torch.randperm(shape[0] - 1, generator=torch.Generator().manual_seed(0)).int()
+        taken = 0
+        for table in self.tables:
+            for row, count in zip(table, blocks, strict=True):
+                row[:count] = pages[taken : taken + count]
+                taken += count
+        self.tables = self.tables.to(DEVICE)
+
+    def calls(self, config: TileConfig | None, programs: int) -> list[Callable[[], None]]:
+        """One launch for each set of pages."""
+        case, sequences = self.case, len(self.case.contexts)
+        options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
+        tensors = (self.out, self.query, self.key_cache, self.value_cache)
+        if case.kernel == "decode":
+            scratch = DecodeScratch.allocate(
+                sequences, case.heads, case.kv_heads, case.head_dim, programs, torch.device(DEVICE)
+            )
+            return [
+                partial(
+                    decode,
+                    *tensors,
+                    self.context_len,
+                    table,
+                    scratch,
+                    num_decodes=sequences,
+                    config=config,
+                    **options,
+                )
+                for table in self.tables
+            ]
+        return [
+            partial(
+                prefill,
+                *tensors,
+                self.query_start,
+                self.query_len,
+                self.context_len,
+                table,
+                num_decodes=0,
+                max_query_len=case.new,
+                config=config,
+                **options,
+            )
+            for table in self.tables
+        ]
+
+
+def bench_write(tokens: int) -> None:
+    """The cache write alone: it should take a few microseconds, whatever the bandwidth."""
+    cache = torch.empty(2, 8192, 16, 8, 128, dtype=DTYPE, device=DEVICE)
+    fused = torch.randn(tokens, 48, 128, device=DEVICE).to(DTYPE)
+    slots = torch.randperm(8192 * 16, device=DEVICE)[:tokens].int()
+    timing = time_calls([lambda: write_cache(fused[:, 32:40], fused[:, 40:], cache[0], cache[1], slots)] * 8)
+    print(f"write    {tokens} tokens{'':18} {timing.us:9.1f} us ({timing.us_low:.1f} - {timing.us_high:.1f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sweep", action="store_true", help="try other tile configurations too")
+    parser.add_argument("--json", type=Path, help="append one JSON line per figure to this file")
+    arguments = parser.parse_args()
+    bench = Bench(arguments.json)
+    for tokens in (32, 256, 8192):
+        bench_write(tokens)
+    for case in (*DECODE, *PREFILL):
+        bench.run(case, *(SWEEP.get(case.name, ()) if arguments.sweep else ()))
+
+
+if __name__ == "__main__":
+    main()
