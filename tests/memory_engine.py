@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 
-VOCABULARY = 1000
+VOCABULARY = 94
 EOS = 0
 
 

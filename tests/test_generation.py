@@ -105,8 +105,8 @@ async def test_a_refusal_ends_it() -> None:
         generation = await Reader(dispatcher).until(ended)
         assert generation.refusal == Refusal("full", "no room")
         engine.capacity = 1
-        generation = await Reader(dispatcher, prompt=[1000]).until(ended)
-        assert generation.refusal == Refusal("invalid", "token 1000 is unknown", "prompt")
+        generation = await Reader(dispatcher, prompt=[94]).until(ended)
+        assert generation.refusal == Refusal("invalid", "token 94 is unknown", "prompt")
         engine.fail("broken")
         generation = await Reader(dispatcher).until(ended)
         assert generation.refusal == Refusal("unavailable", "broken")

@@ -1,0 +1,308 @@
+"""The HTTP API over real tapes to an engine without a model; Ray is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from deployments.api import Api
+from deployments.execution import Executor
+from deployments.generation import Dispatcher
+from deployments.protocol import MAX_BODY_BYTES, ApiError
+from deployments.text import Tokenizer
+from tests.memory_engine import VOCABULARY, MemoryEngine, text_of
+
+CONTEXT = 200
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token for each byte: the first 94 are the printable ASCII characters."""
+    path = str(tmp_path_factory.mktemp("model"))
+    alphabet = {char: token for token, char in enumerate(bytes_to_unicode().values())}  # type: ignore[no-untyped-call]
+    backend = FastTokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    fast.chat_template = "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}"
+    fast.save_pretrained(path)
+    LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT).save_pretrained(path)
+    return Tokenizer(path)
+
+
+class Server:
+    """The application, its clients, and the engine behind it."""
+
+    def __init__(self, tokenizer: Tokenizer, engine: MemoryEngine) -> None:
+        self.engine = engine
+        self.dispatcher = Dispatcher(Executor(engine).run)
+        self.healthy = True
+        app = Api("demo", tokenizer, self.dispatcher, self.check_health).app()
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
+        any_httpx: Any = self.http  # openai is typed for one of its forks
+        self.client = openai.AsyncOpenAI(
+            api_key="any", base_url="http://test/v1", http_client=any_httpx, max_retries=0
+        )
+
+    async def check_health(self) -> None:
+        if not self.healthy:
+            raise ApiError.server_error("no engine answers", 503)
+
+
+@asynccontextmanager
+async def serving(tokenizer: Tokenizer, engine: MemoryEngine | None = None) -> AsyncIterator[Server]:
+    server = Server(tokenizer, engine or MemoryEngine())
+    await server.dispatcher.open("127.0.0.1")
+    stepping = asyncio.create_task(server.engine.run())
+    async with server.http:
+        yield server
+    stepping.cancel()
+    await server.dispatcher.close()
+    assert not server.dispatcher._running  # every request was ended by its handler
+
+
+def ids(text: str) -> list[int]:
+    return [ord(char) - ord("!") for char in text]
+
+
+def answer(prompt: str, seed: int, length: int) -> str:
+    return "".join(chr(ord("!") + token) for token in text_of(ids(prompt), seed, length))
+
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+CHAT_PROMPT = "<user>hi"
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "hi"}
+
+
+async def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    response = await server.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    return [
+        block if (data := block.removeprefix("data: ")) == "[DONE]" else json.loads(data) for block in blocks
+    ]
+
+
+async def test_a_chat_streamed_or_not_is_the_same(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        whole = await server.client.chat.completions.create(**CHAT, max_tokens=20, seed=3)
+        assert whole.choices[0].message.content == answer(CHAT_PROMPT, 3, 20)
+        assert whole.choices[0].finish_reason == "length"
+        assert whole.usage is not None
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(CHAT_PROMPT), 20)
+
+        stream = await server.client.chat.completions.create(
+            **CHAT, max_tokens=20, seed=3, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+        assert text == answer(CHAT_PROMPT, 3, 20)
+        assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == "length"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.total_tokens == len(CHAT_PROMPT) + 20
+
+
+async def test_a_completion_takes_text_or_tokens(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        for prompt in ("hi", ids("hi")):
+            done = await server.client.completions.create(model="demo", prompt=prompt, max_tokens=4, seed=3)
+            assert done.choices[0].text == answer("hi", 3, 4)
+
+
+async def test_choices_count_up_the_seed_for_each_prompt(tokenizer: Tokenizer) -> None:
+    body = COMPLETION | {"prompt": ["one", "two"], "n": 3, "seed": 2**64 - 2, "max_tokens": 6}
+    expected = [answer(prompt, seed, 6) for prompt in ("one", "two") for seed in (2**64 - 2, 2**64 - 1, 0)]
+    async with serving(tokenizer) as server:
+        whole = (await server.http.post("/v1/completions", json=body)).json()
+        assert [choice["text"] for choice in whole["choices"]] == expected
+        assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+        assert whole["usage"]["prompt_tokens"] == 6
+        assert whole["usage"]["completion_tokens"] == 36
+
+        texts = [""] * 6
+        ended = []
+        *chunks, done = await events(server, "/v1/completions", body | {"stream": True})
+        assert done == "data: [DONE]"
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                assert choice["index"] not in ended
+                texts[choice["index"]] += choice["text"]
+                if choice["finish_reason"]:
+                    ended.append(choice["index"])
+        assert texts == expected
+        assert sorted(ended) == list(range(6))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_sequence_on_the_engine(tokenizer: Tokenizer, stream: bool) -> None:
+    text = answer(CHAT_PROMPT, 3, 100)
+    body = CHAT | {"seed": 3, "max_tokens": 100, "stop": [text[10:13]], "stream": stream}
+    async with serving(tokenizer) as server:
+        if stream:
+            *chunks, _ = await events(server, "/v1/chat/completions", body)
+            got = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            reason = chunks[-1]["choices"][0]["finish_reason"]
+        else:
+            choice = (await server.http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+            got, reason = choice["message"]["content"], choice["finish_reason"]
+        assert got == text[: text.index(text[10:13])]
+        assert reason == "stop"
+        while server.engine.running:
+            await asyncio.sleep(0)
+        assert len(server.engine.aborts) >= 1
+
+
+async def test_a_drawn_seed_differs(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        texts = {
+            (await server.client.chat.completions.create(**CHAT, max_tokens=20)).choices[0].message.content
+            for _ in range(4)
+        }
+        assert len(texts) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_engine_is_a_status_to_come_back_after(tokenizer: Tokenizer, stream: bool) -> None:
+    async with serving(tokenizer, MemoryEngine(capacity=0)) as server:
+        response = await server.http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) > 0
+        with pytest.raises(openai.RateLimitError, match="no room"):
+            await server.client.chat.completions.create(**CHAT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_broken_engine_is_a_status_until_the_stream_has_begun(
+    tokenizer: Tokenizer, stream: bool
+) -> None:
+    class Breaking(MemoryEngine):
+        steps = 0
+
+        def step(self) -> None:
+            super().step()
+            self.steps += 1
+            if self.steps == 5:
+                self.fail("broken")
+
+    async with serving(tokenizer, Breaking()) as server:
+        body = CHAT | {"stream": stream, "max_tokens": 9, "seed": 3}
+        if stream:
+            *chunks, last = await events(server, "/v1/chat/completions", body)
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            assert answer(CHAT_PROMPT, 3, 5).startswith(text)
+            assert last["error"]["type"] == "server_error"
+            assert "broken" in last["error"]["message"]
+        else:
+            response = await server.http.post("/v1/chat/completions", json=body)
+            assert response.status_code == 500
+            assert "broken" in response.json()["error"]["message"]
+        response = await server.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 503
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_models_and_health(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        [model] = (await server.client.models.list()).data
+        assert model.id == "demo"
+        assert (await server.client.models.retrieve("demo")).id == "demo"
+        with pytest.raises(openai.NotFoundError, match="other"):
+            await server.client.models.retrieve("other")
+        assert (await server.http.get("/health")).status_code == 200
+        server.healthy = False
+        response = await server.http.get("/health")
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "no engine answers"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+async def test_routes_that_are_not_there(tokenizer: Tokenizer, method: str, path: str, status: int) -> None:
+    async with serving(tokenizer) as server:
+        response = await server.http.request(method, path)
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert path in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_long_body_is_not_held(tokenizer: Tokenizer, declared: bool) -> None:
+    sent = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while sent < 10 * MAX_BODY_BYTES:
+            sent += 1 << 20
+            yield bytes(1 << 20)
+
+    async with serving(tokenizer) as server:
+        headers = {"content-length": str(10 * MAX_BODY_BYTES)} if declared else {}
+        response = await server.http.post("/v1/completions", content=body(), headers=headers)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
+        assert sent <= (0 if declared else MAX_BODY_BYTES + (2 << 20))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": CONTEXT}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"nonsense": 1}, 400, "nonsense"),
+    ],
+)
+async def test_bad_fields_are_named(
+    tokenizer: Tokenizer, path: str, change: dict[str, Any], status: int, param: str
+) -> None:
+    async with serving(tokenizer) as server:
+        response = await server.http.post(path, json=(CHAT if "chat" in path else COMPLETION) | change)
+        assert response.status_code == status
+        assert response.json()["error"]["param"] == param
+        assert not server.engine.running
+
+
+async def test_what_the_engine_refuses_names_the_field_of_the_api(tokenizer: Tokenizer) -> None:
+    # The tokenizer knows 256 tokens, the engine 94: "é" is for the engine to refuse.
+    async with serving(tokenizer) as server:
+        body = CHAT | {"messages": [{"role": "user", "content": "é"}]}
+        response = await server.http.post("/v1/chat/completions", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+        response = await server.http.post("/v1/completions", json=COMPLETION | {"prompt": "é"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+async def test_a_bug_is_a_500_in_the_same_shape(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tokenizer) as server:
+        monkeypatch.setattr(server.dispatcher, "start", lambda *_: 1 / 0)
+        response = await server.http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
