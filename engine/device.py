@@ -65,8 +65,9 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
             max_blocks=max_blocks,
             depth=1,
         )
-        largest = _peak_bytes(runner, config.max_tokens_per_step - (s - 1), s)
-        captured = _peak_bytes(runner, 1, s) if config.cuda_graphs else 0
+        context = max_blocks * config.block_size
+        largest = _peak_bytes(runner, _scratch_plan(config.max_tokens_per_step, s, context, max_blocks))
+        captured = _peak_bytes(runner, _scratch_plan(s, s, context, max_blocks)) if config.cuda_graphs else 0
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -80,34 +81,39 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
     return int(room // block_bytes)
 
 
-def _peak_bytes(runner: Runner, chunk: int, sequences: int) -> int:
-    """Memory that a step of one prompt chunk and decodes otherwise needs, the full sampler included."""
+def _peak_bytes(runner: Runner, plan: StepPlan) -> int:
+    """Memory that a step needs while it runs."""
     device = runner.last_token.device
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.launch(_scratch_plan(chunk, sequences, runner.max_blocks))
+    runner.launch(plan)
     runner.collect()
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _scratch_plan(chunk: int, sequences: int, max_blocks: int) -> StepPlan:
-    """Decodes and one chunk last, all in the scratch row and block."""
-    tokens = np.zeros(sequences - 1 + chunk, TOKEN)
+def _scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int) -> StepPlan:
+    """As many sequences and tokens as fit, all in the scratch row and block, with the full sampler."""
+    lengths = np.ones(sequences, np.int32)
+    rest = num_tokens - sequences
+    for i in reversed(range(sequences)):  # the longest chunks there can be, after the decodes
+        lengths[i] += min(rest, context - 1)
+        rest -= lengths[i] - 1
+    starts = np.cumsum(lengths) - lengths
+    tokens = np.zeros(int(lengths.sum()), TOKEN)
     tokens["carry_row"] = -1
-    tokens["position"][sequences - 1 :] = np.arange(chunk)
+    tokens["position"] = np.arange(len(tokens)) - np.repeat(starts, lengths)
     seqs = np.zeros(sequences, SEQUENCE)
-    seqs["query_start"] = np.arange(sequences)
-    seqs["query_len"] = seqs["context_len"] = 1
-    seqs["query_len"][-1] = seqs["context_len"][-1] = chunk
+    seqs["query_start"] = starts
+    seqs["query_len"] = seqs["context_len"] = lengths
     seqs["temperature"] = seqs["top_p"] = 1
     return StepPlan(
         step=0,
         tokens=tokens,
         sequences=seqs,
         block_tables=np.zeros((sequences, max_blocks), np.int32),
-        num_decodes=sequences - 1,
-        max_query_len=chunk,
+        num_decodes=int((lengths == 1).sum()),
+        max_query_len=int(lengths.max()),
         greedy=False,
         filtered=True,
     )

@@ -1,0 +1,51 @@
+"""The step that sizes the cache is one that could be planned, and the largest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.device import _scratch_plan, choose_device, choose_dtype, choose_num_blocks
+from engine.model import PagedModel
+from tests.tiny_models import tiny_model
+
+
+@given(st.integers(1, 40), st.integers(0, 500), st.integers(1, 90))
+def test_the_scratch_step_is_as_large_as_a_step_can_be(sequences: int, more: int, context: int) -> None:
+    plan = _scratch_plan(sequences + more, sequences, context, 4)
+    lengths = plan.sequences["query_len"]
+    assert len(plan.tokens) == min(sequences + more, sequences * context)
+    assert lengths.max() <= context
+    assert plan.tokens["position"].max() == lengths.max() - 1
+    assert (lengths[: plan.num_decodes] == 1).all()
+    assert (np.diff(plan.sequences["query_start"]) == lengths[:-1]).all()
+    assert not plan.tokens["cache_slot"].any() and not plan.sequences["row"].any()
+
+
+def test_the_cache_of_a_cpu_takes_what_the_setting_says() -> None:
+    path = str(tiny_model("llama")[1])
+    cpu = torch.device("cpu")
+    config = EngineConfig(model=path, device="cpu", cpu_cache_gib=0.01)
+    model = PagedModel.load(config, cpu, torch.float32)
+    blocks = choose_num_blocks(config, model, 32, cpu)
+    caches = model.allocate_cache(blocks, config.block_size)
+    used = sum(c.key.nbytes + c.value.nbytes for c in caches)
+    assert used <= 0.01 * 2**30 < used + 2 * model.cache_bytes_per_block(config.block_size)
+    with pytest.raises(ValueError, match="cpu_cache_gib"):
+        choose_num_blocks(config.model_copy(update={"cpu_cache_gib": 1e-6}), model, 32, cpu)
+
+
+def test_dtype_and_device_follow_the_settings() -> None:
+    path = str(tiny_model("llama")[1])
+    cpu = torch.device("cpu")
+    assert choose_dtype(EngineConfig(model=path), cpu) is torch.float32
+    assert choose_dtype(EngineConfig(model=path, dtype="bfloat16"), cpu) is torch.bfloat16
+    assert choose_dtype(EngineConfig(model=path), torch.device("cuda")) is torch.float32  # as saved
+    assert choose_device(EngineConfig(device="cpu")) == cpu
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device"):
+            choose_device(EngineConfig(device="cuda"))
