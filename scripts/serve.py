@@ -61,6 +61,7 @@ def main(config: str = "serve_config.yaml") -> None:
                 f"Port {port} is in use: end what listens there, or change http_options.port in {config}."
             )
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     ended, failures = threading.Event(), list[str]()
     url = f"http://127.0.0.1:{port}"
     threading.Thread(target=watch, args=(url, ended, failures), daemon=True).start()
