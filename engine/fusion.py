@@ -1,0 +1,282 @@
+"""Fewer kernels for the same model: what transformers' modelling code computes apart and could at once.
+
+Nothing here names an architecture. Projections that read the same input share one matrix; root mean
+square norms, found by trying them, become one kernel, together with the residual addition before
+them. All of it is meant for a compiled forward: a compiler pass merges the equal calls it leaves.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn.functional import linear
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # without a GPU there may be none, and nothing here then needs it
+    triton = None  # type: ignore[assignment]
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of projections that the modelling code of transformers applies to one input."""
+MIN_NORM = 512
+"""Narrower norms (of single heads) are left to the compiler, which fuses them with their neighbours."""
+
+
+class Slice(nn.Module):
+    """One of several projections whose weights are rows of one matrix.
+
+    Every one of them computes the whole product, in one and the same expression: the compiler pass
+    makes one call of them.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, begin: int, end: int) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.begin, self.end = begin, end
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)[..., self.begin : self.end]
+
+
+def fuse_projections(model: nn.Module) -> int:
+    """Join sibling projections, in place; returns how many groups were joined."""
+    joined = 0
+    for parent in list(model.modules()):
+        for names in SIBLINGS:
+            parts = [getattr(parent, name, None) for name in names]
+            if _joinable(parts):
+                _join(parent, names, parts)
+                joined += 1
+    return joined
+
+
+def _joinable(parts: Sequence[Any]) -> bool:
+    return (
+        all(type(part) is nn.Linear for part in parts)
+        and len({part.in_features for part in parts}) == 1
+        and len({part.bias is None for part in parts}) == 1
+        and len({part.weight.dtype for part in parts}) == 1
+    )
+
+
+def _join(parent: nn.Module, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
+    weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+    biases = [part.bias for part in parts]
+    bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
+    begin = 0
+    for name, part in zip(names, parts, strict=True):
+        setattr(parent, name, Slice(weight, bias, begin, begin + part.out_features))
+        begin += part.out_features
+
+
+# Root mean square norms
+
+
+class FusedNorm(nn.Module):
+    """Root mean square norm over the last dimension as one call."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace, in place, the norms that compute what `rms_norm` computes; returns how many.
+
+    Which ones do is found by trying: the names and formulas of norms differ between architectures.
+    """
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+            weight = getattr(child, "weight", None)
+            if eps is None or weight is None or weight.dim() != 1 or len(weight) < MIN_NORM:
+                continue
+            if _is_rms_norm(child, weight, eps):
+                setattr(parent, name, FusedNorm(weight, eps))
+                replaced += 1
+    return replaced
+
+
+def _is_rms_norm(module: nn.Module, weight: nn.Parameter, eps: float) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, len(weight), generator=generator).to(weight)
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        # Drawn or fresh weights may all be 1, which says nothing.
+        weight.copy_(torch.rand(len(weight), generator=generator) + 0.5)
+        same = torch.allclose(module(x).float(), _rms_norm(x, weight, eps).float(), rtol=2e-2, atol=1e-3)
+        weight.copy_(kept)
+    return same
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), rounded as Llama rounds it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@torch.library.custom_op("stepahead::rms_norm", mutates_args=())
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., n] normed over n, times weight [n]."""
+    return _rms_norm(x, weight, eps)
+
+
+@torch.library.custom_op("stepahead::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the sum, the sum) of two [..., n]."""
+    total = x + residual
+    return _rms_norm(total, weight, eps), total
+
+
+@rms_norm.register_fake
+def _(x, weight, eps):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@add_rms_norm.register_fake
+def _(x, residual, weight, eps):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _norm_kernel(out, total, x, residual, weight, eps, n, WIDTH: tl.constexpr, ADD: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64) * n
+        column = tl.arange(0, WIDTH)
+        inside = column < n
+        value = tl.load(x + row + column, mask=inside, other=0.0)
+        if ADD:
+            value += tl.load(residual + row + column, mask=inside, other=0.0)
+            tl.store(total + row + column, value, mask=inside)
+        wide = value.to(tl.float32)
+        wide *= tl.rsqrt(tl.sum(wide * wide, 0) / n + eps)
+        scaled = wide.to(value.dtype) * tl.load(weight + column, mask=inside, other=0.0)
+        tl.store(out + row + column, scaled, mask=inside)
+
+    def _launch(x, residual, weight, eps):
+        x = x.contiguous()
+        out, n = torch.empty_like(x), x.shape[-1]
+        total = torch.empty_like(x) if residual is not None else out
+        _norm_kernel[(x.numel() // n,)](
+            out,
+            total,
+            x,
+            x if residual is None else residual.contiguous(),
+            weight,
+            eps,
+            n,
+            WIDTH=triton.next_power_of_2(n),
+            ADD=residual is not None,
+            num_warps=8 if n > 2048 else 4,
+        )
+        return out, total
+
+    @rms_norm.register_kernel("cuda")
+    def _(x, weight, eps):
+        return _launch(x, None, weight, eps)[0]
+
+    @add_rms_norm.register_kernel("cuda")
+    def _(x, residual, weight, eps):
+        return _launch(x, residual, weight, eps)
+
+
+# The compiler pass
+
+
+class FusionPass(CustomGraphPass):
+    """Merges equal calls, then residual additions into the norms after them."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        merge_equal_calls(graph)
+        merge_additions(graph)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> bytes:
+        """Names this version of the pass in the compiler's cache on disk."""
+        return hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+
+_VIEWS = {
+    torch.ops.aten.permute.default,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default,
+}
+_MERGED = _VIEWS | {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def merge_equal_calls(graph: torch.fx.Graph) -> int:
+    """One matrix product where several have the same arguments; returns how many were dropped."""
+    seen: dict[Any, torch.fx.Node] = {}
+    dropped = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _MERGED:
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            dropped += node.target not in _VIEWS
+    return dropped
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _frozen(each)) for key, each in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(each) for each in value)
+    return value
+
+
+def merge_additions(graph: torch.fx.Graph) -> int:
+    """`rms_norm(a + b)` becomes `add_rms_norm(a, b)`, which also gives the sum; returns how many."""
+    merged = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.stepahead.rms_norm.default:
+            continue
+        total, weight, eps = node.args
+        if not _is_addition(total):
+            continue
+        with graph.inserting_before(total):
+            both = graph.call_function(
+                torch.ops.stepahead.add_rms_norm.default, (*total.args, weight, eps), {}
+            )
+            both.meta["val"] = (node.meta["val"], total.meta["val"])
+            parts = [graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+        for part, old in zip(parts, (node, total), strict=True):
+            part.meta["val"] = old.meta["val"]
+            old.replace_all_uses_with(part)
+            graph.erase_node(old)
+        merged += 1
+    return merged
+
+
+def _is_addition(node: Any) -> bool:
+    """Of two tensors of one shape and dtype, without a factor."""
+    if not isinstance(node, torch.fx.Node) or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    values = [arg.meta.get("val") for arg in node.args if isinstance(arg, torch.fx.Node)]
+    return len(values) == 2 and all(
+        isinstance(v, torch.Tensor) and v.shape == node.meta["val"].shape and v.dtype == node.meta["val"].dtype
+        for v in values
+    )

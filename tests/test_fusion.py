@@ -1,0 +1,106 @@
+"""Fused projections and norms compute what the unmodified model computes, in fewer calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from transformers import AutoModelForCausalLM
+
+from engine import fusion
+from tests.tiny_models import ARCHITECTURES, tiny_config
+
+JOINED = {
+    "phi3": 0,  # its projections are joined already
+    "gpt_neox": 0,
+    "mixtral": 4,  # its experts have matrices of their own
+    "qwen3_moe": 4,
+}
+
+
+def model_of(architecture: str, width: int = 64) -> Any:
+    torch.manual_seed(0)
+    config = tiny_config(architecture)
+    config.hidden_size = width
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(config).eval()
+
+
+def logits_of(model: Any, compiled: Any = None) -> torch.Tensor:
+    ids = torch.arange(24)[None] * 7 % 150
+    with torch.inference_mode():
+        output: torch.Tensor = (model if compiled is None else compiled)(input_ids=ids, use_cache=False).logits
+    return output
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_joined_projections_change_nothing(architecture: str) -> None:
+    model = model_of(architecture)
+    before = logits_of(model)
+    assert fusion.fuse_projections(model) == JOINED.get(architecture, 8)
+    assert torch.allclose(logits_of(model), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_norms_are_replaced_only_where_the_formula_is_the_same(architecture: str) -> None:
+    model = model_of(architecture, width=fusion.MIN_NORM)
+    before = logits_of(model)
+    replaced = fusion.fuse_norms(model)
+    # Gemma scales by 1 + weight, GPT-NeoX subtracts the mean: both must stay.
+    assert (replaced > 0) == (architecture not in ("gemma2", "gemma3_text", "gpt_neox"))
+    assert torch.allclose(logits_of(model), before, atol=1e-4)
+
+
+def test_a_norm_with_another_formula_is_left_alone() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(fusion.MIN_NORM)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+    assert fusion.fuse_norms(nn.Sequential(Norm())) == 0
+
+
+def test_the_pass_merges_equal_products_and_additions() -> None:
+    model = model_of("llama", width=fusion.MIN_NORM)
+    before = logits_of(model)
+    fusion.fuse_projections(model)
+    fusion.fuse_norms(model)
+    counts: dict[str, int] = {}
+
+    def compile_with_pass(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        counts["products"] = fusion.merge_equal_calls(graph.graph)
+        counts["additions"] = fusion.merge_additions(graph.graph)
+        graph.graph.lint()
+        graph.recompile()
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=compile_with_pass), fullgraph=True)
+    assert torch.allclose(logits_of(model, compiled), before, atol=1e-4)
+    layers = model.config.num_hidden_layers
+    assert counts == {"products": 3 * layers, "additions": 2 * layers}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 4096), (32, 4096), (7, 1000), (2, 3, 512), (300, 8192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_kernels_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+    weight = torch.rand(shape[-1], device="cuda", dtype=dtype) + 0.5
+    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
+
+    def close(got: torch.Tensor, value: torch.Tensor) -> bool:
+        wide = value.double()
+        wanted = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+        return bool((got.double() - wanted).norm() / wanted.norm() < tolerance)
+
+    assert close(fusion.rms_norm(x, weight, 1e-6), x)
+    normed, total = fusion.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert close(normed, x + residual)
