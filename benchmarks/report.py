@@ -1,0 +1,74 @@
+"""Make the page of a file of results: `python -m benchmarks.report benchmarks/results/h200.jsonl`.
+
+Writes the same name with .md. A configuration's row shows the median of its runs, with the spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+COLUMNS: list[tuple[str, str, str]] = [
+    ("ms per step", "ms_per_step", ".2f"),
+    ("p99", "ms_per_step_p99", ".2f"),
+    ("limit", "limit_ms", ".2f"),
+    ("tokens/s", "output_tokens_per_s", ",.0f"),
+    ("total s", "total_s", ".2f"),
+    ("GPU active", "gpu_active_events", ".2%"),
+    ("gap p50 us", "gap_us_p50", ".1f"),
+    ("gap p99 us", "gap_us_p99", ".1f"),
+]
+
+
+def cell(values: Iterable[Any], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    text = format(statistics.median(known), form)
+    if len(known) > 1:
+        text += f" ({format(min(known), form)} to {format(max(known), form)})"
+    return text
+
+
+def page(lines: list[dict[str, Any]]) -> str:
+    first = lines[-1]
+    text = [
+        f"# {first['device']}",
+        "",
+        "Made by `python -m benchmarks.report` from the lines beside it, which "
+        "`python -m benchmarks.engine` wrote. Random weights and prompts, greedy. "
+        "ms per step: from one result to the next, of steps that only decode. "
+        "Limit: weights, keys and values at the read bandwidth measured in the same run. "
+        "GPU active and gap: from events around each step's work on the compute lane.",
+        "",
+    ]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        groups[line["date"], line.get("version", ""), line["workload"], line["overlap"], line["peer"]].append(line)
+    text.append("| date | version | workload | overlap | runs | " + " | ".join(c[0] for c in COLUMNS) + " | tokens equal |")
+    text.append("|" + "---|" * (len(COLUMNS) + 6))
+    for (date, version, workload, overlap, peer), runs in groups.items():
+        name = workload if peer is None else f"{workload}, {peer}"
+        cells = [cell((run.get(key) for run in runs), form) for _, key, form in COLUMNS]
+        equal = "yes" if all(run["tokens_equal"] for run in runs) else "no"
+        row = [date, version, name, "on" if overlap else "off", str(len(runs)), *cells, equal]
+        text.append("| " + " | ".join(row) + " |")
+    text += ["", f"torch {first['torch']}, transformers {first['transformers']}.", ""]
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    results: Path = parser.parse_args().results
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    results.with_suffix(".md").write_text(page(lines))
+
+
+if __name__ == "__main__":
+    main()
