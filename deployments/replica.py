@@ -17,8 +17,9 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         model = await asyncio.to_thread(demo_model.resolve, config.model)
-        # Ray sets OMP_NUM_THREADS to the CPUs it accounts for; an engine on a CPU takes what there is.
-        threads = config.cpu_threads or len(os.sched_getaffinity(0))
+        threads = config.cpu_threads
+        if threads is None and config.device == "cpu":  # Ray has set OMP_NUM_THREADS to its `num_cpus`
+            threads = len(os.sched_getaffinity(0))
         self._engine = AsyncEngine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
         self._executor = Executor(self._engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,23 +32,25 @@ class Settings(BaseModel):
     """If set, Ray Serve scales the engines with the load between `replicas` and this many."""
     routers: Count = 1
     """Processes that speak HTTP, tokenise and detokenise."""
-    engine: EngineConfig = EngineConfig()
-    """Of each engine; `model` and `device` follow from the settings above."""
+    engine: dict[str, Any] = {}
+    """Settings of each `EngineConfig`; `model` and `device` follow from the settings above."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for key, instead in (("model", "model"), ("device", "accelerator")):
-            if key in self.engine.model_fields_set:
+            if key in self.engine:
                 raise ValueError(f"engine.{key}: set `{instead}`, at the top level, instead")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas ({self.max_replicas}) is below replicas ({self.replicas})")
         return self
 
     def engine_config(self, gpu: bool) -> EngineConfig:
-        """The engine's settings, with the defaults that suit what it runs on. `model` stands as given."""
-        given = self.engine.model_dump(exclude_unset=True)
-        defaults = {} if gpu else CPU_DEFAULTS
-        return EngineConfig(**{"model": self.model, "device": "cuda" if gpu else "cpu"} | defaults | given)
+        """The engine's settings, with the defaults that suit what it runs on. `model` stands as given.
+
+        Raises `ValidationError`, which names a wrong key.
+        """
+        fixed = {"model": self.model, "device": "cuda" if gpu else "cpu"}
+        return EngineConfig.model_validate((fixed if gpu else fixed | CPU_DEFAULTS) | self.engine)
 
 
 def engine_limit(engine: EngineConfig) -> int:
