@@ -45,7 +45,7 @@ def test_a_wrong_key_is_named(args: dict[str, Any], name: str) -> None:
 
 def test_defaults_suit_the_accelerator_and_give_way() -> None:
     settings = Settings.model_validate({"model": "m", "engine": {"max_tokens_per_step": 100}})
-    cpu, gpu = settings.engine_config(gpu=False), settings.engine_config(gpu=True)
+    cpu, gpu = settings.engine_config(gpu=False), Settings().engine_config(gpu=True)
     assert (cpu.model, cpu.device, gpu.device) == ("m", "cpu", "cuda")
     assert cpu.max_running_requests < gpu.max_running_requests
     assert cpu.max_tokens_per_step == 100
