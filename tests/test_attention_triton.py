@@ -112,7 +112,7 @@ def test_one_sequence_takes_every_split() -> None:
 
 
 def test_more_splits_than_one_merge_takes() -> None:
-    step = random_step([(5000, 1), (1, 1)], num_decodes=2, heads=2, kv_heads=1, device=DEVICE)
+    step = random_step([(5000, 1), (1, 1)], num_decodes=2, heads=12, kv_heads=1, device=DEVICE)
     check(step, programs=64)
 
 
