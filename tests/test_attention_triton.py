@@ -23,7 +23,7 @@ from engine.attention.triton_prefill import prefill  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
 DEVICE = "cpu" if INTERPRETED else "cuda"
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 small_step = partial(random_step, heads=2, kv_heads=1)  # the interpreter takes its time
 
@@ -54,7 +54,8 @@ def run(attention: TritonAttention, step: Step) -> torch.Tensor:
 
 
 def check(step: Step, **kwargs: int) -> None:
-    step.check(run(backend(step, **kwargs), step), atol=TOLERANCE[step.query.dtype])
+    tolerance = TOLERANCE[step.query.dtype]
+    step.check(run(backend(step, **kwargs), step), atol=tolerance, rtol=tolerance)
 
 
 MIXED = [(1, 1), (300, 1), (31, 1), (65, 1), (40, 17), (5, 5), (70, 30)]
@@ -276,7 +277,8 @@ def test_splits_race_and_agree() -> None:
     )
     attention = backend(step, programs=528)
     first = run(attention, step)
-    step.check(first, atol=TOLERANCE[torch.bfloat16])
+    tolerance = TOLERANCE[torch.bfloat16]
+    step.check(first, atol=tolerance, rtol=tolerance)
     outputs = [run(attention, step) for _ in range(500)]
     assert all(torch.equal(out, first) for out in outputs)
     assert not attention.scratch.arrivals.any()
@@ -287,6 +289,7 @@ def test_splits_race_and_agree() -> None:
 @pytest.mark.parametrize("window", [None, 600])
 def test_a_captured_graph_stays_right_as_lengths_grow(window: int | None) -> None:
     """Captured on short contexts, replayed on long ones: the splits are counted by the device."""
+    tolerance = TOLERANCE[torch.bfloat16]
     lengths = (
         [(1, 1), (2, 1), (17, 1), (40, 1)],
         [(300, 1), (1, 1), (8000, 1), (41, 1)],
@@ -332,9 +335,7 @@ def test_a_captured_graph_stays_right_as_lengths_grow(window: int | None) -> Non
         out.fill_(torch.nan)
         graph.replay()
         real = ~step.expected.isnan()
-        torch.testing.assert_close(
-            out.double()[real], step.expected[real], atol=TOLERANCE[torch.bfloat16], rtol=0.0
-        )
+        torch.testing.assert_close(out.double()[real], step.expected[real], atol=tolerance, rtol=tolerance)
         assert not attention.scratch.arrivals.any()
 
 
