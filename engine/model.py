@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from engine.attention import LayerCache, PagedAttention, PagedBatch, PreparesBatch, get_backend
+from engine.compiler import compile_model
 from engine.config import EngineConfig
 from engine.probe import LayerSpec, ModelError, UnsupportedModelError, find_layers
 
@@ -58,6 +59,7 @@ class PagedModel:
     ) -> None:
         """Of a model in evaluation mode whose attention implementation is "stepahead"; see `load`."""
         self.model = model
+        self._call: Any = model
         self.layers = layers
         self.attention = attention
         self.context_length = context_length
@@ -91,6 +93,10 @@ class PagedModel:
         )
         return cls(model, layers, attention, context_length)
 
+    def compile(self) -> None:
+        """Fuse projections and norms and compile the forward, at its first call."""
+        self._call = compile_model(self.model)
+
     def cache_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens in all layers."""
         states = sum(layer.kv_heads * layer.head_dim for layer in self.layers)
@@ -100,8 +106,11 @@ class PagedModel:
         """A zeroed cache for each layer, on the model's device in its dtype."""
 
         def zeros(layer: LayerSpec) -> torch.Tensor:
-            shape = (num_blocks, block_size, layer.kv_heads, layer.head_dim)
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            tokens_and_heads = (block_size, layer.kv_heads)
+            # A CPU reads a head's keys of a block best where they lie together.
+            order = tokens_and_heads[::-1] if self.device.type == "cpu" else tokens_and_heads
+            states = torch.zeros(num_blocks, *order, layer.head_dim, dtype=self.dtype, device=self.device)
+            return states if order == tokens_and_heads else states.transpose(1, 2)
 
         return [LayerCache(zeros(layer), zeros(layer)) for layer in self.layers]
 
@@ -121,7 +130,7 @@ class PagedModel:
         """
         if isinstance(self.attention, PreparesBatch):
             batch = self.attention.prepare(batch)
-        output = self.model(
+        output = self._call(
             input_ids=input_ids[None],
             position_ids=positions[None],
             use_cache=False,

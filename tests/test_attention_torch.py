@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from engine.attention import PagedAttention, PreparesBatch
+from engine.attention import LayerCache, PagedAttention, PreparesBatch
 from engine.attention.torch_backend import GROUP_TOKENS, QUERY_TILE, TorchAttention
 from tests.attention_reference import Step, random_step
 
@@ -58,6 +59,14 @@ def test_query_heads_that_share_keys(heads: int, kv_heads: int, softcap: float |
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_block_sizes(block_size: int, window: int | None) -> None:
     check(MIXED, 4, block_size=block_size, window=window, table_width=20)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_cache_that_lies_head_by_head(window: int | None) -> None:
+    step = random_step(MIXED, num_decodes=4, window=window)
+    by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (step.cache.key, step.cache.value)]
+    step = dataclasses.replace(step, cache=LayerCache(*by_head))
+    step.check(run(step), atol=1e-5)
 
 
 def test_decodes_alone() -> None:

@@ -86,7 +86,11 @@ def tiny_model(architecture: str) -> tuple[PreTrainedModel, Path]:
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
-        model: PreTrainedModel = auto.from_config(tiny_config(architecture), dtype=torch.float32)
+        model: PreTrainedModel = auto.from_config(
+            tiny_config(architecture),
+            dtype=torch.float32,
+            attn_implementation="eager",  # SDPA leaves out the soft cap of Gemma 2 in some versions
+        )
     model.train(False)
     directory = Path(tempfile.mkdtemp(prefix=f"tiny-{architecture}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

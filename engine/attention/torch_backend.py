@@ -1,57 +1,84 @@
 """Paged attention in plain torch: the backend of a CPU, and the reference on a GPU.
 
 The blocks of each sequence are gathered into dense keys and values, and torch's own attention does
-the rest. What the layers of a step share (indices, masks) is derived once, in `prepare`. Lengths are
-read on the host, so on a GPU this synchronises and can't be captured in a graph.
+the rest. What layers of a step share (indices, masks) is derived once a step. Lengths are read on the
+host, so on a GPU this synchronises and can't be captured in a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import LayerCache, PagedBatch
 
-GROUP_TOKENS = 2048  # gathered at once: the keys and values of one group should stay in the CPU's cache
+GROUP_TOKENS = 1536  # gathered at once: keys and values of a group should stay in a core's cache
 QUERY_TILE = 512  # queries of a prompt computed at once, which bounds the mask
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """`n` sequences with `length` queries each, which attend over `m` blocks each."""
+class _Kind:
+    """What the layers that share indices and masks have in common."""
 
+    window: int | None
+    block_size: int
+    kv_heads: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """`n` sequences with equally many queries each, over equally many blocks each."""
+
+    n: int
     tokens: torch.Tensor | slice
-    """int64 [n * length] or the same as a slice: the queries."""
-    blocks: torch.Tensor
-    """int64 [n * m]"""
-    count: int
+    """int64 [n * queries], or the same as a slice."""
+    rows: torch.Tensor
+    """int64 [n * kv_heads * blocks]: block * kv_heads + head."""
     mask: torch.Tensor
-    """bool [n, 1, length, m * block_size]: True where a query sees a position."""
+    """[n, 1, queries, blocks * block_size]: 0 where a query sees a position, otherwise -inf."""
     unseen: torch.Tensor
-    """int64: gathered positions that no query sees. Their content is arbitrary, NaN included."""
+    """int64: places in the gathered [n * kv_heads * blocks * block_size] that no query sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What layers of one kind share."""
+
+    place: tuple[torch.Tensor, torch.Tensor]
+    """int64 [T] each: block and offset of each token's key and value."""
+    groups: list[_Group]
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchBatch(PagedBatch):
-    slots: torch.Tensor
-    """int64 [T]"""
     sequences: list[tuple[int, int, int]]
     """(query_start, query_len, context_len) of each sequence."""
-    groups: dict[tuple[int | None, int], list[_Group]] = field(default_factory=dict)
-    """By (window, block_size); made when the first layer of that kind asks."""
+    shared: dict[_Kind, _Shared] = field(default_factory=dict)
+    """Made when the first layer of a kind asks."""
+
+    def of_kind(self, kind: _Kind) -> _Shared:
+        if kind not in self.shared:
+            slots = self.cache_slots.long()
+            place = slots // kind.block_size, slots % kind.block_size
+            self.shared[kind] = _Shared(place, list(_groups(self, kind)))
+        return self.shared[kind]
 
 
 class TorchAttention:
-    """Implements `engine.attention.PagedAttention`."""
+    """Implements `engine.attention.PagedAttention` and `PreparesBatch`.
+
+    Fastest where the cache lies in memory as [num_blocks, kv_heads, block_size, head_dim].
+    """
 
     def prepare(self, batch: PagedBatch) -> PagedBatch:
         columns = torch.stack([batch.query_start, batch.query_len, batch.context_len], dim=1)
         return _TorchBatch(
-            **{name: getattr(batch, name) for name in PagedBatch.__dataclass_fields__},
-            slots=batch.cache_slots.long(),
+            **{each.name: getattr(batch, each.name) for each in fields(PagedBatch)},
+            # A padded entry may have no context; looking at one position keeps it finite.
             sequences=[(start, length, max(context, 1)) for start, length, context in columns.tolist()],
         )
 
@@ -68,39 +95,31 @@ class TorchAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `PagedAttention`. A batch that did not go through `prepare` is prepared here."""
-        shared = batch if isinstance(batch, _TorchBatch) else self.prepare(batch)
-        assert isinstance(shared, _TorchBatch)
-        block_size = cache.key.shape[1]
-        _write(cache.key, shared.slots, key)
-        _write(cache.value, shared.slots, value)
-        kind = (window, block_size)
-        if kind not in shared.groups:
-            shared.groups[kind] = list(_groups(shared, window, block_size))
+        prepared = batch if isinstance(batch, _TorchBatch) else self.prepare(batch)
+        assert isinstance(prepared, _TorchBatch)
+        _, block_size, kv_heads, _ = cache.key.shape
+        shared = prepared.of_kind(_Kind(window, block_size, kv_heads, query.dtype))
+        cache.key.index_put_(shared.place, key)
+        cache.value.index_put_(shared.place, value)
         out = torch.zeros_like(query)
-        for group in shared.groups[kind]:
-            tokens = query[group.tokens].view(group.count, -1, *query.shape[1:]).transpose(1, 2)
-            attended = _attend(
-                tokens,
-                _gather(cache.key, group),
-                _gather(cache.value, group),
-                group.mask,
-                scale,
-                softcap,
-            )
+        for group in shared.groups:
+            queries = query[group.tokens].view(group.n, -1, *query.shape[1:]).transpose(1, 2)
+            keys, values = _gather(cache.key, group), _gather(cache.value, group)
+            attended = _attend(queries, keys, values, group.mask, scale, softcap)
             out[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
         return out
 
 
-def _write(cache: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
-    cache.flatten(0, 1).index_copy_(0, slots, states)
-
-
 def _gather(cache: torch.Tensor, group: _Group) -> torch.Tensor:
-    """[n, kv_heads, m * block_size, head_dim], with zeros where nobody looks: 0 * NaN is NaN."""
-    states = cache.index_select(0, group.blocks).flatten(0, 1)
-    if len(group.unseen):
-        states.index_fill_(0, group.unseen, 0)
-    return states.view(group.count, -1, *states.shape[1:]).transpose(1, 2)
+    """[n, kv_heads, blocks * block_size, head_dim], with zeros where nobody looks: 0 * NaN is NaN."""
+    kv_heads, head_dim = cache.shape[2:]
+    by_head = cache.transpose(1, 2)
+    if by_head.is_contiguous():
+        states = by_head.flatten(0, 1).index_select(0, group.rows)
+    else:
+        states = by_head[group.rows // kv_heads, group.rows % kv_heads]
+    states.view(-1, head_dim).index_fill_(0, group.unseen, 0)
+    return states.view(group.n, kv_heads, -1, head_dim)
 
 
 def _attend(
@@ -111,71 +130,79 @@ def _attend(
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[n, heads, length, head_dim] over [n, kv_heads, kv, head_dim] -> [n, heads, length, head_dim]."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if softcap is None:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads
-        )
-    n, _, length, head_dim = query.shape
-    packed = query.reshape(n, kv_heads, heads // kv_heads, length, head_dim)
-    scores = (packed @ key.transpose(-1, -2).unsqueeze(2)).float() * scale
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask.unsqueeze(2), float("-inf"))
-    weights = scores.softmax(dim=-1).to(value.dtype)
-    return (weights @ value.unsqueeze(2)).flatten(1, 2)
+    """[n, heads, queries, head_dim] over [n, kv_heads, keys, head_dim] -> [n, heads, queries, head_dim]."""
+    n, heads, queries, head_dim = query.shape
+    kv_heads = key.shape[1]
+    if softcap is not None:
+        grouped = query.reshape(n, kv_heads, heads // kv_heads, queries, head_dim)
+        scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).float() * scale
+        scores = softcap * torch.tanh(scores / softcap) + mask.unsqueeze(2)
+        return (scores.softmax(dim=-1).to(value.dtype) @ value.unsqueeze(2)).flatten(1, 2)
+    if queries == 1:  # heads that share keys are like queries at one position
+        shared = query.reshape(n, kv_heads, heads // kv_heads, head_dim)
+        out = scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scale)
+        return out.reshape(query.shape)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads
+    )
 
 
-def _groups(batch: _TorchBatch, window: int | None, block_size: int) -> Iterator[_Group]:
+def _groups(batch: _TorchBatch, kind: _Kind) -> Iterator[_Group]:
     """Decodes of like length together, then each prompt tile by tile."""
     decodes = sorted(range(batch.num_decodes), key=lambda i: batch.sequences[i][2])
-    begin = 0
-    while begin < len(decodes):
-        end = begin + 1
-        while end < len(decodes) and (end + 1 - begin) * batch.sequences[decodes[end]][2] <= GROUP_TOKENS:
-            end += 1
-        members = decodes[begin:end]
-        yield _group(
-            batch, members, members, [batch.sequences[i][2] - 1 for i in members], 1, window, block_size
-        )
-        begin = end
+    members: list[int] = []
+    for i in decodes:
+        context = batch.sequences[i][2]
+        if members and (len(members) + 1) * min(context, kind.window or context) > GROUP_TOKENS:
+            yield _decode_group(batch, kind, members)
+            members = []
+        members.append(i)
+    if members:
+        yield _decode_group(batch, kind, members)
     for i in range(batch.num_decodes, len(batch.sequences)):
         start, length, context = batch.sequences[i]
         for done in range(0, length, QUERY_TILE):
             size = min(QUERY_TILE, length - done)
             tokens = slice(start + done, start + done + size)
-            yield _group(batch, [i], tokens, [context - length + done], size, window, block_size)
+            yield _group(batch, kind, [i], tokens, [context - length + done], size)
+
+
+def _decode_group(batch: _TorchBatch, kind: _Kind, members: list[int]) -> _Group:
+    tokens = torch.tensor(members, device=batch.block_tables.device)
+    return _group(batch, kind, members, tokens, [batch.sequences[i][2] - 1 for i in members], 1)
 
 
 def _group(
     batch: _TorchBatch,
-    sequences: list[int],
-    tokens: list[int] | slice,
-    first_positions: list[int],
-    length: int,
-    window: int | None,
-    block_size: int,
+    kind: _Kind,
+    members: list[int],
+    tokens: torch.Tensor | slice,
+    positions: list[int],
+    queries: int,
 ) -> _Group:
-    """`first_positions`: of the first query of each sequence."""
-    device = batch.block_tables.device
-    first = torch.tensor(first_positions, device=device)
-    # The first block that any query of a sequence sees, and how many blocks from there.
-    skipped = [0 if window is None else max(0, p - window + 1) // block_size for p in first_positions]
-    width = max((p + length - 1) // block_size + 1 - s for p, s in zip(first_positions, skipped, strict=True))
-    offset = torch.tensor(skipped, device=device)
-    columns = offset[:, None] + torch.arange(width, device=device)
-    inside = columns.clamp(max=batch.block_tables.shape[1] - 1)
-    blocks = batch.block_tables[torch.tensor(sequences, device=device)].long().gather(1, inside)
-    position = (offset * block_size)[:, None, None] + torch.arange(width * block_size, device=device)
-    queries = first[:, None, None] + torch.arange(length, device=device)[None, :, None]
-    mask = position <= queries
-    if window is not None:
-        mask &= position > queries - window
-    unseen = (~mask.any(dim=1)).flatten().nonzero().flatten()
+    """Of `queries` queries of each of `members`, the first of them at `positions`."""
+    size, n, device = kind.block_size, len(members), batch.block_tables.device
+    # Blocks that a window has left behind are skipped.
+    skipped = [0 if kind.window is None else max(0, p - kind.window + 1) // size for p in positions]
+    width = max((p + queries - 1) // size + 1 - s for p, s in zip(positions, skipped, strict=True))
+    offset = torch.tensor(skipped, device=device)[:, None]
+    columns = (offset + torch.arange(width, device=device)).clamp(max=batch.block_tables.shape[1] - 1)
+    blocks = batch.block_tables[torch.tensor(members, device=device)].long().gather(1, columns)
+    heads = torch.arange(kind.kv_heads, device=device)[:, None]
+
+    key_at = (offset * size + torch.arange(width * size, device=device))[:, None, :]
+    query_at = (
+        torch.tensor(positions, device=device)[:, None, None] + torch.arange(queries, device=device)[:, None]
+    )
+    seen = key_at <= query_at
+    if kind.window is not None:
+        seen &= key_at > query_at - kind.window
+    unseen = ~seen.any(dim=1, keepdim=True).expand(n, kind.kv_heads, -1)
+    mask = torch.zeros(seen.shape, dtype=kind.dtype, device=device).masked_fill_(~seen, float("-inf"))
     return _Group(
-        tokens=tokens if isinstance(tokens, slice) else torch.tensor(tokens, device=device),
-        blocks=blocks.flatten(),
-        count=len(sequences),
-        mask=mask.unsqueeze(1),
-        unseen=unseen,
+        n=n,
+        tokens=tokens,
+        rows=(blocks[:, None, :] * kind.kv_heads + heads).flatten(),
+        mask=mask[:, None],
+        unseen=unseen.flatten().nonzero().flatten(),
     )
