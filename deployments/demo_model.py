@@ -124,8 +124,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     of the GGUF lose far more than it does.
     """
     import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     quantized: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
@@ -136,23 +135,54 @@ def _convert(gguf: Path, directory: Path) -> None:
     # transformers does not save a model that it has dequantised: fill a new one.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.load_state_dict(quantized.state_dict())
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # GGUF names the pre-tokenizer ('smollm'), and transformers passes over it: digits stand alone.
-    backend = tokenizer.backend_tokenizer
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
-    tokenizer.model_max_length = config.max_position_embeddings
-    # How its authors recommend to sample it; OpenAI's default of 1 is too hot for so small a model.
+    tokenizer = _tokenizer(gguf, config.max_position_embeddings)
+    # Greedy by default: at four bits, even a temperature of 0.2 has it answer one in four in French.
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        do_sample=True,
-        temperature=0.2,
-        top_p=0.9,
+        do_sample=False,
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def _tokenizer(gguf: Path, max_length: int) -> Any:
+    """The tokenizer in a GGUF file that names its pre-tokenizer 'smollm': byte-level, digits stand alone.
+
+    transformers' own reading of it depends on the version: 5.17 ends texts at <|im_start|>, and none
+    splits digits.
+    """
+    from gguf import GGUFReader, TokenType
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    fields = GGUFReader(gguf).fields
+
+    def field(name: str) -> Any:
+        return fields[f"tokenizer.{name}"].contents()
+
+    tokens: list[str] = field("ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in field("ggml.merges")]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    control = [
+        token
+        for token, kind in zip(tokens, field("ggml.token_type"), strict=True)
+        if kind == TokenType.CONTROL
+    ]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        chat_template=field("chat_template"),
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        **{f"{name}_token": tokens[field(f"ggml.{full}_token_id")] for name, full in names.items()},
+    )
 
 
 if __name__ == "__main__":

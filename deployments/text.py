@@ -191,5 +191,7 @@ def _sampling_defaults(model: str) -> dict[str, Any]:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:  # a checkpoint need not have one
         return {}
+    if generation.do_sample is False:  # in so many words: the default is None
+        return {"temperature": 0.0}
     values = {name: getattr(generation, name, None) for name in _SAMPLING}
     return {name: value for name, value in values.items() if value is not None}
