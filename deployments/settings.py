@@ -13,8 +13,8 @@ Count = Annotated[int, Field(ge=1)]
 # On a CPU a step costs time for every token in it, so a large one stalls every stream.
 CPU_DEFAULTS = {"max_running_requests": 32, "max_waiting_requests": 512, "max_tokens_per_step": 512}
 
-CONTROL_CALLS = 16
-"""Calls to a replica that are no generation (health, stats), beside those that wait to be refused."""
+SPARE = 64
+"""Calls to a replica beside what its engine takes: health, stats, and requests on their way to be refused."""
 
 
 class Settings(BaseModel):
@@ -59,7 +59,7 @@ def engine_limit(engine: EngineConfig) -> int:
     Above what the engine takes, so that it is the engine which refuses, at once and with a reason,
     and not Ray Serve which lets the client wait.
     """
-    return engine.max_running_requests + engine.max_waiting_requests + CONTROL_CALLS + 48
+    return engine.max_running_requests + engine.max_waiting_requests + SPARE
 
 
 def router_limit(settings: Settings, engine: EngineConfig) -> int:

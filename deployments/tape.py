@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 from typing import TypeAlias, cast
@@ -66,6 +68,17 @@ class Record(msgspec.Struct, array_like=True):
     @property
     def key(self) -> Key:
         return self.request, self.attempt
+
+
+def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
+    """Both ends show a certificate where Ray is told to use TLS: the same ones, by the same variables."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    context = ssl.create_default_context(purpose, cafile=os.environ["RAY_TLS_CA_CERT"])
+    context.load_cert_chain(os.environ["RAY_TLS_SERVER_CERT"], os.environ["RAY_TLS_SERVER_KEY"])
+    context.check_hostname = False  # Routers are known by their secret; nodes have all kinds of names
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 class _Connection(asyncio.Protocol):
@@ -150,7 +163,12 @@ class Tape(_Connection):
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
-                _, tape = await loop.create_connection(lambda: cls(abort, closed), address.host, address.port)
+                _, tape = await loop.create_connection(
+                    lambda: cls(abort, closed),
+                    address.host,
+                    address.port,
+                    ssl=_tls(ssl.Purpose.SERVER_AUTH),
+                )
         except OSError as error:  # TimeoutError is one
             raise TapeLost(f"no Router at {address.host}:{address.port}") from error
         tape.send(address.secret)
@@ -228,7 +246,9 @@ class TapeListener:
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Returns what a replica needs to dial in."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Reader(self), host, 0)
+        self._server = await loop.create_server(
+            lambda: _Reader(self), host, 0, ssl=_tls(ssl.Purpose.CLIENT_AUTH)
+        )
         return Address(secrets.token_hex(8), host, self._server.sockets[0].getsockname()[1], self._secret)
 
     async def close(self) -> None:

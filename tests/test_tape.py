@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from deployments.tape import Address, Key, Record, Tape, TapeListener, TapeLost
 from engine.request import FinishReason
@@ -158,6 +164,47 @@ async def test_a_lost_router_is_told_to_all_who_wait() -> None:
         with pytest.raises(TapeLost):
             await tape.delivery((2, 0))
         tape.put(Record(2, 0, 0, [1]))  # goes nowhere, harms nothing
+
+
+@pytest.fixture
+def ray_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's variables, with a certificate that signs itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "node")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (tmp_path / "certificate").write_bytes(certificate.public_bytes(pem))
+    (tmp_path / "key").write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(tmp_path / "certificate"))
+    monkeypatch.setenv("RAY_TLS_CA_CERT", str(tmp_path / "certificate"))
+    monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(tmp_path / "key"))
+
+
+async def test_it_is_encrypted_where_ray_is(ray_tls: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listener() as (_, address, got):
+        tape = await Tape.connect(address, lambda key: None, lambda: None)
+        done = follow(tape, 0)
+        tape.put(Record(0, 0, 0, list(range(1_000_000)), FinishReason.STOP))
+        await done
+        assert got.get_nowait().tokens == list(range(1_000_000))
+        tape.close()
+        monkeypatch.delenv("RAY_USE_TLS")
+        plain = await dial(address)
+        plain.send(address.secret)
+        plain.send(msgspec.msgpack.encode([Record(0, 0, 0, [1])]))
+        assert await plain.reader.read(1) in (b"", b"\x15")  # no answer, but for TLS's alert
+        plain.writer.close()
+        assert got.empty()
 
 
 async def test_no_router() -> None:
