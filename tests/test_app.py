@@ -130,11 +130,11 @@ async def test_it_lists_the_model(app: App) -> None:
 
 async def test_greedy_is_the_same_streamed_or_not(app: App) -> None:
     question = "Count from one to ten."
-    whole = await app.ask(question, max_tokens=40)
+    whole = await app.ask(question, max_tokens=25)
     text = whole.choices[0].message.content
     assert text
-    assert await app.text(question, max_tokens=40) == text
-    assert await app.streamed(question, max_tokens=40) == text
+    assert await app.text(question, max_tokens=25) == text
+    assert await app.streamed(question, max_tokens=25) == text
 
 
 async def test_usage_counts_the_tokens(app: App) -> None:
@@ -152,11 +152,11 @@ async def test_usage_counts_the_tokens(app: App) -> None:
 async def test_32_chats_at_once_say_what_each_says_alone(app: App) -> None:
     questions = [f"What is the capital of {country}?" for country in CAPITALS]
     assert len(questions) == 32
-    alone = [await app.text(question, max_tokens=12) for question in questions]
+    alone = [await app.text(question, max_tokens=8) for question in questions]
     assert len(set(alone)) > 16
     together = await asyncio.gather(
         *(
-            (app.streamed if number % 2 else app.text)(question, max_tokens=12)
+            (app.streamed if number % 2 else app.text)(question, max_tokens=8)
             for number, question in enumerate(questions)
         )
     )
@@ -209,8 +209,8 @@ BAD: list[tuple[str, Any, int, str | None]] = [
 
 async def test_bad_requests_are_refused_and_disturb_nobody(app: App) -> None:
     story = "Tell me a long story."
-    alone = await app.text(story, max_tokens=150, extra_body={"ignore_eos": True})
-    stream = await app.ask(story, max_tokens=150, extra_body={"ignore_eos": True}, stream=True)
+    alone = await app.text(story, max_tokens=100, extra_body={"ignore_eos": True})
+    stream = await app.ask(story, max_tokens=100, extra_body={"ignore_eos": True}, stream=True)
     texts = [(await anext(stream)).choices[0].delta.content or ""]
     async with httpx.AsyncClient(base_url=app.url, timeout=60) as http:
         for name, change, status, param in BAD:
@@ -238,7 +238,7 @@ async def test_harmless_fields_are_accepted(app: App) -> None:
 
 async def test_a_stream_outlives_its_replica(app: App) -> None:
     """It stops while Ray Serve starts another replica, and then goes on with the very next token."""
-    story, options = "Tell me a long story.", {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
+    story, options = "Tell me a long story.", {"max_tokens": 30, "extra_body": {"ignore_eos": True}}
     alone = await app.text(story, **options)
     stream = await app.ask(story, stream=True, **options)
     texts = [(await anext(stream)).choices[0].delta.content or "" for _ in range(5)]
