@@ -22,8 +22,6 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from engine.request import QueueFull, RequestError
-
 MAX_BODY_BYTES = 8 << 20
 """A longer body is refused unread. Parsing this much takes 0.02 s for a text, 0.5 s at the very worst."""
 MAX_CHOICES = 1024
@@ -71,14 +69,6 @@ class ApiError(Exception):
     def server_error(cls, message: str = "The server failed to answer.", status: int = 500) -> Self:
         return cls(status, message, "server_error")
 
-    @classmethod
-    def from_engine(cls, error: RequestError, chat: bool) -> Self:
-        """The engine's refusal: its fields are those of the API, but that a chat's prompt is `messages`."""
-        if isinstance(error, QueueFull):
-            return cls(503, str(error), "server_error", code="overloaded")
-        field = "messages" if chat and error.field == "prompt" else error.field
-        return cls(400, str(error), param=field, code="invalid_value")
-
 
 def _only(*neutral: Any) -> AfterValidator:
     """For a field that is known but not served: null and these values, which change nothing."""
@@ -119,6 +109,7 @@ class TextPart(_Wire):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Any = None  # without effect on the text
 
     @model_validator(mode="before")
     @classmethod
@@ -212,6 +203,7 @@ class GenerationRequest(_Wire):
     metadata: Any = None
     service_tier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
     @model_validator(mode="after")
@@ -255,6 +247,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[Any, _only("none")] = None
     verbosity: Annotated[Any, _only("medium")] = None
     web_search_options: Annotated[Any, _only()] = None
+    moderation: Annotated[Any, _only()] = None
     # Without effect on the text.
     parallel_tool_calls: Any = None
     prediction: Any = None

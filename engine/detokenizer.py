@@ -44,8 +44,15 @@ class Detokenizer:
                 break
         return tail
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now. Tokens after a stop string are ignored."""
+    def push(self, tokens: Sequence[int], ended: bool = False) -> str:
+        """The text that is certain now. Tokens after a stop string are ignored.
+
+        `ended`: the last token is a stop token, which counts but is not shown.
+        """
+        if ended:
+            text = self.push(tokens[:-1])
+            self.num_tokens += not self.stopped
+            return text
         if not self._stop:
             self.num_tokens += len(tokens)
             return self._decode(b"".join(map(self._bytes, tokens)))
