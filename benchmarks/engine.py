@@ -177,7 +177,7 @@ def save_config(shape: str, directory: Path, context: int) -> str:
 
 
 async def run_engine(
-    config: EngineConfig, prompts: list[list[int]], output: int
+    config: EngineConfig, prompts: list[list[int]], output: int, profile: Path | None = None
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """All requests admitted at once; returns the figures and every request's tokens."""
     engine = AsyncEngine(config)
@@ -205,6 +205,11 @@ async def run_engine(
     figures = watch.report() | {"total_s": total_s, "start_s": start_s}
     figures["output_tokens_per_s"] = len(prompts) * output / total_s
     blocks = engine._scheduler.counts().total
+    if profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            await asyncio.gather(*(generate(f"profile-{i}", p, 33) for i, p in enumerate(prompts)))
+        table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=100)
+        profile.write_text("All kernels of a run of 33 tokens a request, prefill included.\n" + table)
     await engine.stop()
     short = [i for i, got in enumerate(tokens) if len(got) != output]
     if short:
@@ -258,8 +263,9 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
                 block_size=args.block_size,
                 attention=args.attention,
                 cuda_graphs=not args.no_graphs,
+                compile=not args.no_compile,
             )
-            figures, tokens = asyncio.run(run_engine(config, prompts, workload.output))
+            figures, tokens = asyncio.run(run_engine(config, prompts, workload.output, args.profile if overlap else None))
             first = first or tokens
             gc.collect()
             if torch.cuda.is_available():
@@ -277,6 +283,7 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
                     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                     "torch": torch.__version__,
                     "transformers": transformers.__version__,
+                    "version": args.version,
                     "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 }
             )
@@ -296,12 +303,17 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--attention", choices=["auto", "torch", "triton"], default="auto")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--version", default="", help="what this state of the code is called in the results")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--profile", type=Path, help="write a table of kernels (overlap on) to this file")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     args = parser.parse_args()
     workloads = [WORKLOADS[name] for name in args.workload]
     if args.shape:
         name = f"{args.shape}-{args.requests}x{args.prompt}+{args.output}"
         workloads.append(Workload(name, args.shape, args.requests, args.prompt, args.output))
+    if not torch.cuda.is_available():
+        args.profile = None
     overlaps = {"both": [True, False], "on": [True], "off": [False]}[args.overlap]
     bandwidth = read_bandwidth() if torch.cuda.is_available() else None
     lines = [line for workload in workloads for line in run(workload, overlaps, bandwidth, args)]

@@ -55,6 +55,8 @@ class EngineConfig(BaseModel):
     """Backend of the paged attention. `auto`: triton on a GPU, torch on a CPU."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs (no effect on a CPU)."""
+    compile: bool = True
+    """Compile the model with fused kernels (no effect on a CPU). False starts sooner and runs slower."""
     cpu_threads: Positive | None = None
     """Threads of torch on a CPU; torch's own choice by default."""
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from transformers import AutoConfig
 
 from engine.attention import LayerCache
 from engine.config import EngineConfig
 from engine.lanes import make_lanes
-from engine.plan import SEQUENCE, TOKEN, StepPlan
+from engine.plan import StepPlan, scratch_plan
 from engine.runner import Model, Runner
 
 
@@ -64,10 +63,12 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
             max_sequences=s,
             max_blocks=max_blocks,
             depth=1,
+            min_sequences=2,
         )
+        warm_up(runner)
         context = max_blocks * config.block_size
-        largest = _peak_bytes(runner, _scratch_plan(config.max_tokens_per_step, s, context, max_blocks))
-        captured = _peak_bytes(runner, _scratch_plan(s, s, context, max_blocks)) if config.cuda_graphs else 0
+        largest = _peak_bytes(runner, scratch_plan(config.max_tokens_per_step, s, context, max_blocks))
+        captured = _peak_bytes(runner, scratch_plan(s, s, context, max_blocks)) if config.cuda_graphs else 0
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -81,6 +82,16 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
     return int(room // block_bytes)
 
 
+def warm_up(runner: Runner) -> None:
+    """Run a small step, so that whatever is compiled at first use is compiled now.
+
+    Its sizes all differ, so that a compiler for symbolic sizes takes none for another.
+    """
+    tokens, sequences = min(11, runner.max_tokens), min(7, runner.max_sequences)
+    runner.launch(scratch_plan(tokens, sequences, 3, runner.max_blocks))
+    runner.collect()
+
+
 def _peak_bytes(runner: Runner, plan: StepPlan) -> int:
     """Memory that a step needs while it runs."""
     device = runner.last_token.device
@@ -90,30 +101,3 @@ def _peak_bytes(runner: Runner, plan: StepPlan) -> int:
     runner.launch(plan)
     runner.collect()
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def _scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int) -> StepPlan:
-    """As many sequences and tokens as fit, all in the scratch row and block, with the full sampler."""
-    lengths = np.ones(sequences, np.int32)
-    rest = num_tokens - sequences
-    for i in reversed(range(sequences)):  # the longest chunks there can be, after the decodes
-        lengths[i] += min(rest, context - 1)
-        rest -= lengths[i] - 1
-    starts = np.cumsum(lengths) - lengths
-    tokens = np.zeros(int(lengths.sum()), TOKEN)
-    tokens["carry_row"] = -1
-    tokens["position"] = np.arange(len(tokens)) - np.repeat(starts, lengths)
-    seqs = np.zeros(sequences, SEQUENCE)
-    seqs["query_start"] = starts
-    seqs["query_len"] = seqs["context_len"] = lengths
-    seqs["temperature"] = seqs["top_p"] = 1
-    return StepPlan(
-        step=0,
-        tokens=tokens,
-        sequences=seqs,
-        block_tables=np.zeros((sequences, max_blocks), np.int32),
-        num_decodes=int((lengths == 1).sum()),
-        max_query_len=int(lengths.max()),
-        greedy=False,
-        filtered=True,
-    )

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from engine.config import EngineConfig
-from engine.device import choose_device, choose_dtype, choose_num_blocks
+from engine.device import choose_device, choose_dtype, choose_num_blocks, warm_up
 from engine.graphs import buckets
 from engine.lanes import make_lanes
 from engine.model import PagedModel
@@ -194,6 +194,9 @@ class AsyncEngine:
         if config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
         model = PagedModel.load(config, device, choose_dtype(config, device))
+        on_gpu = device.type == "cuda"
+        if on_gpu and config.compile:
+            model.compile()
         max_blocks = -(-model.context_length // config.block_size)
         num_blocks = choose_num_blocks(config, model, max_blocks, device)
         scheduler = Scheduler(
@@ -214,8 +217,11 @@ class AsyncEngine:
             max_sequences=config.max_running_requests,
             max_blocks=scheduler.rows.blocks.shape[1],
             depth=config.depth,
+            min_sequences=2 if on_gpu else 1,
         )
-        if device.type == "cuda" and config.cuda_graphs:
+        if on_gpu and config.compile:
+            warm_up(runner)
+        if on_gpu and config.cuda_graphs:
             runner.capture(buckets(config.max_running_requests), progress=logger.info)
         self.context_length = scheduler.context_length
         self.vocab_size = model.vocab_size

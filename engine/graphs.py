@@ -14,9 +14,12 @@ from engine.lanes import CudaLane
 
 
 def buckets(max_sequences: int) -> list[int]:
-    """Batch sizes to capture, up to `max_sequences`: steps in between are padded to the next."""
-    sizes = [1, 2, 4, 8, 16, 32, *range(64, max_sequences, 32)]
-    return [*(size for size in sizes if size < max_sequences), max_sequences]
+    """Batch sizes to capture, up to `max_sequences`: steps in between are padded to the next.
+
+    From 2 on: a compiled model takes a size of 1 for a constant.
+    """
+    sizes = [2, 4, 8, 16, 32, *range(64, max_sequences, 32)]
+    return [*(size for size in sizes if size < max_sequences), max(max_sequences, 2)]
 
 
 def bucket_for(n: int, sizes: Sequence[int]) -> int | None:

@@ -71,3 +71,33 @@ class StepResult:
     step: int
     tokens: npt.NDArray[np.int32]
     """[S], in the plan's order; meaningless where the plan's row is 0."""
+
+
+def scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int) -> StepPlan:
+    """A step for warming up and measuring: all in the scratch row and block, with the full sampler.
+
+    It has `num_tokens` tokens, or as many as `sequences` of at most `context` tokens hold.
+    """
+    lengths = np.ones(sequences, np.int32)
+    rest = num_tokens - sequences
+    for i in reversed(range(sequences)):  # the longest chunks there can be, after the decodes
+        lengths[i] += min(rest, context - 1)
+        rest -= lengths[i] - 1
+    starts = np.cumsum(lengths) - lengths
+    tokens = np.zeros(int(lengths.sum()), TOKEN)
+    tokens["carry_row"] = -1
+    tokens["position"] = np.arange(len(tokens)) - np.repeat(starts, lengths)
+    seqs = np.zeros(sequences, SEQUENCE)
+    seqs["query_start"] = starts
+    seqs["query_len"] = seqs["context_len"] = lengths
+    seqs["temperature"] = seqs["top_p"] = 1
+    return StepPlan(
+        step=0,
+        tokens=tokens,
+        sequences=seqs,
+        block_tables=np.zeros((sequences, max_blocks), np.int32),
+        num_decodes=int((lengths == 1).sum()),
+        max_query_len=int(lengths.max()),
+        greedy=False,
+        filtered=True,
+    )

@@ -75,7 +75,13 @@ class Runner:
         max_sequences: int,
         max_blocks: int,
         depth: int,
+        min_sequences: int = 1,
     ) -> None:
+        """`min_sequences`: smaller steps are padded; 2 where the model is compiled for sizes from 2 on."""
+        self.max_tokens, self.max_sequences = max_tokens, max_sequences
+        self.min_sequences = min_sequences
+        max_sequences = max(max_sequences, min_sequences)
+        max_tokens += min_sequences  # room for padding
         self.model = model
         self.caches = caches
         self.lanes = lanes
@@ -128,16 +134,17 @@ class Runner:
 
     def _prepare(self, slot: Slot, plan: StepPlan) -> tuple[Shape, Callable[[], None]]:
         """The shape of the step, padded to a bucket if that is captured, and its work."""
+        padding = max(self.min_sequences - len(plan.sequences), 0)
         shape = Shape(
-            num_tokens=len(plan.tokens),
-            num_sequences=len(plan.sequences),
+            num_tokens=len(plan.tokens) + padding,
+            num_sequences=len(plan.sequences) + padding,
             num_decodes=plan.num_decodes,
             max_query_len=plan.max_query_len,
-            num_blocks=plan.block_tables.shape[1],
+            num_blocks=min(max(plan.block_tables.shape[1], self.min_sequences), self.max_blocks),
             greedy=plan.greedy,
             filtered=plan.filtered,
         )
-        if self._graphs is not None and shape.num_tokens == shape.num_decodes:
+        if self._graphs is not None and len(plan.tokens) == plan.num_decodes:
             bucket = bucket_for(shape.num_sequences, self._buckets)
             if bucket is not None:
                 shape = self._decode_shape(bucket, shape.greedy, shape.filtered)

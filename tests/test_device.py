@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.device import _scratch_plan, choose_device, choose_dtype, choose_num_blocks
+from engine.device import choose_device, choose_dtype, choose_num_blocks
 from engine.model import PagedModel
+from engine.plan import scratch_plan
 from tests.tiny_models import tiny_model
 
 
 @given(st.integers(1, 40), st.integers(0, 500), st.integers(1, 90))
 def test_the_scratch_step_is_as_large_as_a_step_can_be(sequences: int, more: int, context: int) -> None:
-    plan = _scratch_plan(sequences + more, sequences, context, 4)
+    plan = scratch_plan(sequences + more, sequences, context, 4)
     lengths = plan.sequences["query_len"]
     assert len(plan.tokens) == min(sequences + more, sequences * context)
     assert lengths.max() <= context
