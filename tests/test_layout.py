@@ -29,7 +29,15 @@ PUBLIC_NAMES = {
         "SamplingParams",
         "State",
     },
-    "engine.plan": {"SCRATCH_BLOCK", "SCRATCH_ROW", "SEQUENCE", "TOKEN", "StepPlan", "StepResult"},
+    "engine.plan": {
+        "SCRATCH_BLOCK",
+        "SCRATCH_ROW",
+        "SEQUENCE",
+        "TOKEN",
+        "StepPlan",
+        "StepResult",
+        "scratch_plan",
+    },
 }
 
 
