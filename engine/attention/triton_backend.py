@@ -9,8 +9,8 @@ from engine.attention.triton_decode import DecodeScratch, decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_write import write_cache
 
-PROGRAMS_PER_SM = 4
-"""Decode programs to aim for on each multiprocessor: enough that late ones fill its gaps."""
+PROGRAMS_PER_SM = 1
+"""Decode programs to aim for on each multiprocessor: measured, more of them only wait for each other."""
 
 
 @torch.library.custom_op(

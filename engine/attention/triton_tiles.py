@@ -114,7 +114,12 @@ def fold_tiles(
             # what it gathers there is scaled to zero by its first visible token.
             score = tl.where(visible, score, -1.0e30)
         new_max = tl.maximum(row_max, tl.max(score, 1))
-        weight = tl.exp2(score * outer - (new_max * outer)[:, None])
+        if MASKED:
+            # Exactly 0 for a row that has seen nothing: a fused multiply-add of -1e30 would leave
+            # its rounding error, which is a huge exponent.
+            weight = tl.exp2((score - new_max[:, None]) * outer)
+        else:
+            weight = tl.exp2(score * outer - (new_max * outer)[:, None])
         shrink = tl.exp2((row_max - new_max) * outer)
         row_sum = row_sum * shrink + tl.sum(weight, 1)
         row_max = new_max
