@@ -158,15 +158,16 @@ def _add_layer(
     scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
     if not isinstance(scale, float | int | None) or not isinstance(softcap, float | int | None):
         raise probe.refuse("the scale or soft cap of its attention is not a constant")
-    codes = [] if mask is None else torch.unique(mask).tolist()
-    if len(codes) != 1 or codes[0] == OTHER_MASK:
+    # A model that computes with its mask changes the dtype or the content of what `_mask` made.
+    codes = [] if mask is None or mask.dtype != torch.int64 else torch.unique(mask).tolist()
+    if len(codes) != 1 or codes[0] < 0:
         raise probe.refuse("its attention mask is neither causal nor a causal window")
     probe.layers[index] = LayerSpec(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else float(scale),
-        window=int(codes[0]) or None,
+        window=codes[0] or None,
         softcap=None if softcap is None else float(softcap),
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -107,6 +107,41 @@ def test_windows_matter(architecture: str) -> None:
     prompts, outputs = texts(architecture)
     blind = PagedModel(model.model, without, model.attention, model.context_length)
     assert PagedSteps(blind).together(prompts, OUTPUT, chunk=6) != outputs
+
+
+# On a GPU
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+@every_architecture
+def test_the_same_tokens_on_a_gpu(architecture: str, attention: Literal["torch", "triton"]) -> None:
+    config = EngineConfig(model=str(tiny_model(architecture)[1]), attention=attention)
+    model = PagedModel.load(config, CUDA, torch.float32)
+    prompts, outputs = texts(architecture)
+    assert PagedSteps(model).together(prompts, OUTPUT, chunk=6) == outputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@every_architecture
+def test_the_host_never_waits_for_a_gpu(
+    architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PagedModel.load(EngineConfig(model=str(tiny_model(architecture)[1])), CUDA, dtype)
+    forward = model.forward
+
+    def watched(*args: Any) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(model, "forward", watched)
+    PagedSteps(model).together(texts(architecture)[0], 4, chunk=6)
 
 
 # What is found out about a model
