@@ -95,7 +95,7 @@ WORKLOADS = {
 
 @dataclass
 class Stopwatch:
-    """Times the engine's calls from outside: what each phase of a step costs the host, and when the device computes."""
+    """Times the engine's calls from outside: the host's phases of a step, and when the device computes."""
 
     phases: dict[str, list[float]] = field(default_factory=dict)
     collected: list[float] = field(default_factory=list)
@@ -104,7 +104,12 @@ class Stopwatch:
 
     def attach(self, engine: AsyncEngine) -> None:
         runner, scheduler = engine._runner, engine._scheduler
-        for owner, name in ((scheduler, "schedule"), (runner, "launch"), (runner, "collect"), (scheduler, "commit")):
+        for owner, name in (
+            (scheduler, "schedule"),
+            (runner, "launch"),
+            (runner, "collect"),
+            (scheduler, "commit"),
+        ):
             setattr(owner, name, self._timed(getattr(owner, name), self.phases.setdefault(name, [])))
         launch, collect = runner.launch, runner.collect
 
@@ -123,7 +128,7 @@ class Stopwatch:
 
             def noting_run(work: Callable[[], None]) -> None:
                 def between_events() -> None:
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin, end = (timing_event() for _ in range(2))
                     begin.record()
                     work()
                     end.record()
@@ -160,12 +165,19 @@ class Stopwatch:
         if self.events:
             torch.cuda.synchronize()
             busy = [begin.elapsed_time(end) for begin, end in self.events]
-            gaps = [a.elapsed_time(b) * 1e3 for (_, a), (b, _) in zip(self.events, self.events[1:], strict=False)]
+            gaps = [
+                a.elapsed_time(b) * 1e3 for (_, a), (b, _) in zip(self.events, self.events[1:], strict=False)
+            ]
             whole = self.events[0][0].elapsed_time(self.events[-1][1])
             found["gpu_active_events"] = sum(busy) / whole
             found["gap_us_p50"] = float(np.percentile(gaps, 50)) if gaps else None
             found["gap_us_p99"] = float(np.percentile(gaps, 99)) if gaps else None
         return found
+
+
+def timing_event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
 
 
 def save_config(shape: str, directory: Path, context: int) -> str:
@@ -195,7 +207,11 @@ async def run_engine(
     await asyncio.gather(*(generate(f"warm-{i}", p[::-1], min(output, 8)) for i, p in enumerate(prompts)))
     watch, gate = Stopwatch(), threading.Event()
     watch.attach(engine)
-    engine._inbox.put(lambda: None if gate.wait() else None)  # so that no step begins before all are there
+
+    def hold() -> None:
+        gate.wait()  # so that no step begins before all requests are there
+
+    engine._inbox.put(hold)
     tasks = [asyncio.create_task(generate(f"{i}", p, output)) for i, p in enumerate(prompts)]
     await asyncio.sleep(0)
     begin = time.perf_counter()
@@ -208,7 +224,9 @@ async def run_engine(
     if profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             await asyncio.gather(*(generate(f"profile-{i}", p, 33) for i, p in enumerate(prompts)))
-        table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=100)
+        table = profiler.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=100
+        )
         profile.write_text("All kernels of a run of 33 tokens a request, prefill included.\n" + table)
     await engine.stop()
     short = [i for i, got in enumerate(tokens) if len(got) != output]
@@ -222,13 +240,13 @@ def read_bandwidth() -> float:
     data = torch.empty(2**31, dtype=torch.int32, device="cuda").random_()
     times = []
     for _ in range(8):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (timing_event() for _ in range(2))
         begin.record()
         data.max()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return data.numel() * data.element_size() / statistics.median(times)
+    return float(data.numel() * data.element_size() / statistics.median(times))
 
 
 def limit_ms(workload: Workload, bandwidth: float) -> float:
@@ -241,7 +259,7 @@ def limit_ms(workload: Workload, bandwidth: float) -> float:
     weights = 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
     context = workload.prompt + workload.output / 2
     cache = workload.requests * context * 2 * kv * 2 * s["num_hidden_layers"]
-    return (weights + cache) / bandwidth * 1e3
+    return float((weights + cache) / bandwidth * 1e3)
 
 
 def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args: Any) -> list[dict[str, Any]]:
@@ -265,7 +283,9 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
                 cuda_graphs=not args.no_graphs,
                 compile=not args.no_compile,
             )
-            figures, tokens = asyncio.run(run_engine(config, prompts, workload.output, args.profile if overlap else None))
+            figures, tokens = asyncio.run(
+                run_engine(config, prompts, workload.output, args.profile if overlap else None)
+            )
             first = first or tokens
             gc.collect()
             if torch.cuda.is_available():
@@ -292,7 +312,9 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=[])
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--requests", type=int, default=32)
@@ -320,12 +342,15 @@ def main() -> None:
     if args.out:
         with args.out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-    print(f"\n{'workload':24} overlap  ms/step     p99   limit  tokens/s   total s  GPU active  gap us  equal")
+    print(
+        f"\n{'workload':24} overlap  ms/step     p99   limit  tokens/s   total s  GPU active  gap us  equal"
+    )
     for x in lines:
         print(
             f"{x['workload']:24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
             f"{x['ms_per_step_p99'] or 0:7.3f} {x['limit_ms'] or 0:7.3f} {x['output_tokens_per_s']:9.0f} "
-            f"{x['total_s']:9.2f}  {x.get('gpu_active_events', 0):9.4f} {x.get('gap_us_p50') or 0:7.1f}  {x['tokens_equal']}"
+            f"{x['total_s']:9.2f}  {x.get('gpu_active_events', 0):9.4f} {x.get('gap_us_p50') or 0:7.1f}  "
+            f"{x['tokens_equal']}"
         )
 
 

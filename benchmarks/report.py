@@ -49,8 +49,14 @@ def page(lines: list[dict[str, Any]]) -> str:
     ]
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        groups[line["date"], line.get("version", ""), line["workload"], line["overlap"], line["peer"]].append(line)
-    text.append("| date | version | workload | overlap | runs | " + " | ".join(c[0] for c in COLUMNS) + " | tokens equal |")
+        groups[line["date"], line.get("version", ""), line["workload"], line["overlap"], line["peer"]].append(
+            line
+        )
+    text.append(
+        "| date | version | workload | overlap | runs | "
+        + " | ".join(c[0] for c in COLUMNS)
+        + " | tokens equal |"
+    )
     text.append("|" + "---|" * (len(COLUMNS) + 6))
     for (date, version, workload, overlap, peer), runs in groups.items():
         name = workload if peer is None else f"{workload}, {peer}"

@@ -23,7 +23,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # without a GPU there may be none, and nothing here then needs it
-    triton = None  # type: ignore[assignment]
+    triton = None
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that the modelling code of transformers applies to one input."""
@@ -68,7 +68,7 @@ def _joinable(parts: Sequence[Any]) -> bool:
     )
 
 
-def _join(parent: nn.Module, names: Sequence[str], parts: Sequence[nn.Linear]) -> None:
+def _join(parent: nn.Module, names: Sequence[str], parts: Sequence[Any]) -> None:
     weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
     biases = [part.bias for part in parts]
     bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
@@ -89,7 +89,8 @@ class FusedNorm(nn.Module):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        normed: torch.Tensor = rms_norm(x, self.weight, self.eps)
+        return normed
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -277,6 +278,8 @@ def _is_addition(node: Any) -> bool:
         return False
     values = [arg.meta.get("val") for arg in node.args if isinstance(arg, torch.fx.Node)]
     return len(values) == 2 and all(
-        isinstance(v, torch.Tensor) and v.shape == node.meta["val"].shape and v.dtype == node.meta["val"].dtype
+        isinstance(v, torch.Tensor)
+        and v.shape == node.meta["val"].shape
+        and v.dtype == node.meta["val"].dtype
         for v in values
     )

@@ -50,7 +50,7 @@ class Lanes:
 
 class CudaLane:
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
@@ -138,10 +138,10 @@ def make_lanes(device: torch.device) -> Lanes:
     if device.type == "cuda":
         h2d, compute, d2h = (CudaLane(device) for _ in range(3))
         return Lanes(h2d, compute, d2h, torch.cuda.Event, lambda: torch.cuda.synchronize(device))
-    threads = [ThreadLane(name) for name in ("h2d", "compute", "d2h")]
+    first, second, third = threads = [ThreadLane(name) for name in ("h2d", "compute", "d2h")]
 
     def close() -> None:
         for lane in threads:
             lane.close()
 
-    return Lanes(*threads, ThreadEvent, close)
+    return Lanes(first, second, third, ThreadEvent, close)

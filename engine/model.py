@@ -126,7 +126,7 @@ class PagedModel:
         """Logits of some tokens of a step; keys and values of all its tokens go to `caches`.
 
         input_ids, positions: int [T]. logits_indices: int64 [S], indices of tokens of the step.
-        Returns float32 [S, vocab_size], all that the model does to logits included.
+        Returns [S, vocab_size] in the model's dtype, all that it does to logits included.
         """
         if isinstance(self.attention, PreparesBatch):
             batch = self.attention.prepare(batch)
@@ -138,7 +138,7 @@ class PagedModel:
             pages=_Pages(batch, caches, self.layers, self.attention),
         )
         logits: torch.Tensor = output.logits[0]
-        return logits.float()
+        return logits
 
 
 def _attend(

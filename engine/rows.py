@@ -96,4 +96,5 @@ class Rows:
         return blocks
 
     def owned_blocks(self, row: int) -> list[int]:
-        return self.blocks[row, : self.num_blocks[row]].tolist()
+        blocks: list[int] = self.blocks[row, : self.num_blocks[row]].tolist()
+        return blocks

@@ -93,7 +93,6 @@ class Runner:
         self._in_flight: deque[tuple[Slot, int, int]] = deque()  # slot, step, sequences
         self._graphs: Graphs | None = None
         self._buckets: list[int] = []
-        self._logits: torch.Tensor | None = None
 
     # The two calls of the loop
 
@@ -156,7 +155,7 @@ class Runner:
             self._sample(slot, shape, self._forward(slot, shape))
 
     def _forward(self, slot: Slot, shape: Shape) -> torch.Tensor:
-        """Carry-over and forward: float32 logits [S, V]."""
+        """Carry-over and forward: logits [S, V]."""
         t, s = shape.num_tokens, shape.num_sequences
         carry_row = slot.token("carry_row", t)
         carried = self.last_token[carry_row.clamp(min=0)]
@@ -202,34 +201,30 @@ class Runner:
         """Capture decode steps of these sizes on a GPU: forward and sampling apart, for every slot."""
         lane = self.lanes.compute
         assert isinstance(lane, CudaLane), "graphs need CUDA streams"
-        self._buckets = sorted(sizes)
-        graphs = Graphs(lane)
-        device = self.last_token.device
-        # Logits cross from one graph to the next, outside their memory pool.
-        logits = torch.zeros(self._buckets[-1], self.model.vocab_size, device=device)
-        self._logits = logits
+        graphs, self._buckets = Graphs(lane), sorted(sizes)
+        largest = self._buckets[-1]
         with torch.inference_mode():
+            self.slots[0].make_scratch(largest)
+            # Logits cross from one graph to the next, outside their memory pool.
+            logits = torch.zeros_like(self._forward(self.slots[0], self._decode_shape(largest, True, False)))
             for bucket in reversed(self._buckets):  # largest first, so that smaller ones reuse its memory
                 progress(f"capturing decode steps of {bucket} requests")
                 for i, slot in enumerate(self.slots):
                     slot.make_scratch(bucket)
-                    for greedy, filtered in ((True, False), (False, False), (False, True)):
-                        shape = self._decode_shape(bucket, greedy, filtered)
-                        if greedy:
-                            graphs.capture(
-                                (i, bucket, "forward"),
-                                lambda slot=slot, shape=shape: logits[: shape.num_sequences].copy_(  # type: ignore[misc]
-                                    self._forward(slot, shape)
-                                ),
-                            )
-                        graphs.capture(
-                            (i, bucket, shape.sampling),
-                            lambda slot=slot, shape=shape: self._sample(  # type: ignore[misc]
-                                slot, shape, logits[: shape.num_sequences]
-                            ),
-                        )
-        torch.cuda.synchronize(device)
+                    self._capture_step(graphs, i, bucket, logits[:bucket])
+        torch.cuda.synchronize()
         self._graphs = graphs
+
+    def _capture_step(self, graphs: Graphs, i: int, bucket: int, logits: torch.Tensor) -> None:
+        slot = self.slots[i]
+
+        def forward() -> None:
+            logits.copy_(self._forward(slot, self._decode_shape(bucket, True, False)))
+
+        graphs.capture((i, bucket, "forward"), forward)
+        for greedy, filtered in ((True, False), (False, False), (False, True)):
+            shape = self._decode_shape(bucket, greedy, filtered)
+            graphs.capture((i, bucket, shape.sampling), partial(self._sample, slot, shape, logits))
 
     def _replay(self, slot: Slot, shape: Shape) -> None:
         assert self._graphs is not None

@@ -44,7 +44,7 @@ class SamplingTensors:
 def sample(
     logits: torch.Tensor, params: SamplingTensors, *, greedy: bool = False, filtered: bool = True
 ) -> torch.Tensor:
-    """float32 logits [S, V] -> int32 token ids [S].
+    """Logits [S, V] of any float dtype -> int32 token ids [S].
 
     With noise g of the Gumbel distribution, argmax(logits / temperature + g) is a sample of
     softmax(logits / temperature) (Gumbel-max; Maddison et al., "A* sampling", 2014). `greedy` says
@@ -53,6 +53,7 @@ def sample(
     """
     if greedy:
         return logits.argmax(-1).int()
+    logits = logits.float()
     hot = params.temperature[:, None] > 0
     scores = logits / torch.where(hot, params.temperature[:, None], 1.0)
     if filtered:

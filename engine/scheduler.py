@@ -152,7 +152,7 @@ class Scheduler:
             order = np.array([request.row for request in self.running], np.int32)
             total = r.known[order] + r.in_flight[order]
             # Ends by length are known in advance: nothing is computed past them.
-            rows = order[(total - r.scheduled[order] == 1) & (total < r.limit[order])]
+            rows: Int32s = order[(total - r.scheduled[order] == 1) & (total < r.limit[order])]
             full = rows[r.scheduled[rows] == r.num_blocks[rows] * self.block_size]
             if all(self._grow(int(row)) for row in full):
                 return rows

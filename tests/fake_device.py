@@ -56,7 +56,9 @@ class FakeDevice:
         self.cache[slots] = ids
         sampled = np.full(len(plan.sequences), -1, np.int32)
         for i, seq in enumerate(plan.sequences):
-            assert seq["context_len"] == plan.tokens["position"][seq["query_start"] + seq["query_len"] - 1] + 1
+            assert (
+                seq["context_len"] == plan.tokens["position"][seq["query_start"] + seq["query_len"] - 1] + 1
+            )
             if seq["row"] == 0:
                 continue
             positions = np.arange(seq["context_len"])

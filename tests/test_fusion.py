@@ -32,7 +32,9 @@ def model_of(architecture: str, width: int = 64) -> Any:
 def logits_of(model: Any, compiled: Any = None) -> torch.Tensor:
     ids = torch.arange(24)[None] * 7 % 150
     with torch.inference_mode():
-        output: torch.Tensor = (model if compiled is None else compiled)(input_ids=ids, use_cache=False).logits
+        output: torch.Tensor = (model if compiled is None else compiled)(
+            input_ids=ids, use_cache=False
+        ).logits
     return output
 
 

@@ -61,7 +61,7 @@ def test_filters_keep_what_transformers_keeps(
         warpers.append(TopPLogitsWarper(top_p))
     if min_p:
         warpers.append(MinPLogitsWarper(min_p))
-    wanted = LogitsProcessorList(warpers)(torch.zeros(4, 1, dtype=torch.long), logits.clone())
+    wanted = LogitsProcessorList(warpers)(torch.zeros(4, 1).long(), logits.clone())  # type: ignore[arg-type]
     got = _filter(logits / temperature, params(4, top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.equal(got.isinf(), wanted.isinf())
 
@@ -103,6 +103,6 @@ def test_seeds_of_64_bits_all_count() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
-def test_the_narrowest_filter_is_greedy(changes: dict[str, float]) -> None:
+def test_the_narrowest_filter_is_greedy(changes: dict[str, Any]) -> None:
     logits = torch.randn(20, 77)
     assert sample(logits, params(20, **changes)).tolist() == logits.argmax(-1).tolist()

@@ -335,7 +335,12 @@ def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
     kept = [bench.add(make([i] * 4, 16, ignore_eos=True, priority=p)) for i, p in ((1, 0), (2, 1), (3, 0))]
     lost: list[Request] = []
     preempt = bench.scheduler._preempt
-    bench.scheduler._preempt = lambda request: (lost.append(request), preempt(request))[1]  # type: ignore[method-assign]
+
+    def noting(request: Request) -> None:
+        lost.append(request)
+        preempt(request)
+
+    bench.scheduler._preempt = noting  # type: ignore[method-assign]
     bench.run()
     bench.expect_reference()
     assert lost[0] is kept[1]

@@ -179,7 +179,8 @@ class ChosenOrder:
         self.all_lanes = [ChosenLane() for _ in range(3)]
 
     def lanes(self) -> Lanes:
-        return Lanes(*self.all_lanes, lambda: ChosenEvent(self), lambda: None)
+        h2d, compute, d2h = self.all_lanes
+        return Lanes(h2d, compute, d2h, lambda: ChosenEvent(self), lambda: None)
 
     def pause(self) -> None:
         """A moment of the host's own work, in which any work of the lanes may run."""
@@ -237,10 +238,10 @@ class DelayedLane(ThreadLane):
 
 
 def delayed_lanes(seed: int) -> Lanes:
-    lanes = [DelayedLane(name, seed) for name in ("h2d", "compute", "d2h")]
+    h2d, compute, d2h = lanes = [DelayedLane(name, seed) for name in ("h2d", "compute", "d2h")]
 
     def close() -> None:
         for lane in lanes:
             lane.close()
 
-    return Lanes(*lanes, ThreadEvent, close)
+    return Lanes(h2d, compute, d2h, ThreadEvent, close)
