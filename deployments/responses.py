@@ -93,7 +93,7 @@ class StreamedAnswer(_Answer):
         # An event for one token differs from the next in its text alone: encode the rest once.
         mark = "\x00"
         self._around = [
-            tuple(self._event(index, mark).split(encode(mark), maxsplit=1)) for index in range(choices)
+            tuple(self._event(index, mark).rsplit(encode(mark), maxsplit=1)) for index in range(choices)
         ]
 
     def start(self, index: int) -> bytes:
