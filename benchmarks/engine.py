@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine --workload 8b-b32 0.6b-b32 [--out benchmarks/results/h200.jsonl]
     python -m benchmarks.engine --shape 8b --requests 16 --prompt 100 --output 50
+    python -m benchmarks.engine --model $(python -m deployments.demo_model) --requests 32 --output 128
 
 Runs each workload with overlap on and off in one process, on the same random weights and prompts,
 checks that every request got exactly its tokens and that the tokens of both are equal, and prints
@@ -249,31 +250,40 @@ def read_bandwidth() -> float:
     return float(data.numel() * data.element_size() / statistics.median(times))
 
 
-def limit_ms(workload: Workload, bandwidth: float) -> float:
+def limit_ms(config: Any, requests: int, context: float, bandwidth: float) -> float:
     """A decode step's least time: weights read once, and the keys and values of the mean context."""
-    s = SHAPES[workload.shape]
-    head_dim = s.get("head_dim", s["hidden_size"] // s["num_attention_heads"])
-    kv = s["num_key_value_heads"] * head_dim
-    q = s["num_attention_heads"] * head_dim
-    layer = s["hidden_size"] * (2 * q + 2 * kv) + 3 * s["hidden_size"] * s["intermediate_size"]
-    weights = 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
-    context = workload.prompt + workload.output / 2
-    cache = workload.requests * context * 2 * kv * 2 * s["num_hidden_layers"]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv, q = (n * head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    weights = 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
+    cache = requests * context * 2 * kv * 2 * config.num_hidden_layers
     return float((weights + cache) / bandwidth * 1e3)
 
 
+def chat_prompts(directory: str, n: int) -> list[list[int]]:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
+    questions = ["What is the capital of France?", *(f"What is {i} times {i + 1}?" for i in range(2, n + 1))]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+
+
 def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args: Any) -> list[dict[str, Any]]:
-    context = workload.prompt + workload.output
-    rng = np.random.default_rng(0)
-    vocab = SHAPES[workload.shape]["vocab_size"]
-    prompts = rng.integers(1, vocab, (workload.requests, workload.prompt)).tolist()
     lines, first = [], None
     with tempfile.TemporaryDirectory() as directory:
-        model = save_config(workload.shape, Path(directory), context)
+        if workload.shape in SHAPES:
+            model = save_config(workload.shape, Path(directory), workload.prompt + workload.output)
+            rng = np.random.default_rng(0)
+            vocab = SHAPES[workload.shape]["vocab_size"]
+            prompts = rng.integers(1, vocab, (workload.requests, workload.prompt)).tolist()
+        else:
+            model = workload.shape
+            prompts = chat_prompts(model, workload.requests)
+        mean_context = statistics.mean(map(len, prompts)) + workload.output / 2
+        shape = transformers.AutoConfig.from_pretrained(model)
         for overlap in overlaps:
             config = EngineConfig(
                 model=model,
-                load_format="random",
+                load_format="random" if workload.shape in SHAPES else "safetensors",
                 dtype="bfloat16" if torch.cuda.is_available() else "float32",
                 overlap=overlap,
                 max_running_requests=workload.requests,
@@ -293,11 +303,12 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
             lines.append(
                 {
                     "workload": workload.name,
-                    **{k: v for k, v in asdict(workload).items() if k != "name"},
+                    **{k: v for k, v in asdict(workload).items() if k not in ("name", "shape")},
+                    "shape": Path(workload.shape).name,
                     "overlap": overlap,
                     "peer": None,
                     **figures,
-                    "limit_ms": limit_ms(workload, bandwidth) if bandwidth else None,
+                    "limit_ms": bandwidth and limit_ms(shape, workload.requests, mean_context, bandwidth),
                     "tokens_equal": tokens == first,
                     "block_size": args.block_size,
                     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -308,6 +319,10 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
                 }
             )
             print(json.dumps(lines[-1]), flush=True)
+        if workload.shape not in SHAPES:
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+            text = tokenizer.decode(tokens[0])
+            print(f"the first answer: {text[:200]!r}")
     return lines
 
 
@@ -317,6 +332,7 @@ def main() -> None:
     )
     parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=[])
     parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--model", help="directory of a chat model with its weights, in place of --shape")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=128)
@@ -336,6 +352,9 @@ def main() -> None:
         workloads.append(Workload(name, args.shape, args.requests, args.prompt, args.output))
     if not torch.cuda.is_available():
         args.profile = None
+    if args.model:
+        name = f"{Path(args.model).name}-{args.requests}+{args.output}"
+        workloads.append(Workload(name, args.model, args.requests, args.prompt, args.output))
     overlaps = {"both": [True, False], "on": [True], "off": [False]}[args.overlap]
     bandwidth = read_bandwidth() if torch.cuda.is_available() else None
     lines = [line for workload in workloads for line in run(workload, overlaps, bandwidth, args)]
