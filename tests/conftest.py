@@ -11,6 +11,8 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a token would be written into ~/.ray
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tiny models gain nothing from a second thread, and lose a great deal beside other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read when triton is first imported, which transformers may do: without a GPU its kernels run interpreted.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1")
 
