@@ -76,7 +76,11 @@ class AsyncEngine:
         ready: asyncio.Future[None] = self._asyncio.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
-        await ready
+        try:
+            await ready
+        except Exception as error:
+            self.failure = f"it did not start: {error}"
+            raise
         self._accepting = True
 
     async def drain(self) -> None:
