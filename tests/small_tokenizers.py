@@ -28,7 +28,7 @@ CORPUS = [
     "def f(x):\n    return x + 1\n\n\nclass A:\n        pass",
 ] * 4
 SPECIAL = [AddedToken(name, normalized=False, special=True) for name in ("<s>", "</s>", "<pad>")]
-SHOWN = [AddedToken("<think>", normalized=False, special=False)]
+SHOWN = [AddedToken(text, normalized=False, special=False) for text in ("<think>", "=" * 32)]
 
 
 def byte_level() -> Tokenizer:

@@ -180,7 +180,7 @@ def certain_length(text: str, stop: Sequence[str]) -> int:
 
 
 # Few letters, so that stop strings occur, overlap and nearly occur.
-FEW = st.sampled_from(["a", "b", "é", "aa", "ab", "ba", "aab", "bé", "🎉"])
+FEW = st.sampled_from(["a", "b", "é", "aa", "ab", "ba", "aab", "bé", "🎉", "abaébab"])
 STOP = st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
@@ -238,6 +238,13 @@ def test_examples(words: list[str], text: str) -> None:
     table = bytes_of([word.encode() for word in words])
     assert stream(table, [[token] for token in range(len(words))], ["STOP"]) == text
     assert stream(table, [range(len(words))], ["STOP"]) == text
+
+
+def test_the_stop_string_that_is_complete_first_counts() -> None:
+    """However many characters come at once."""
+    for words in (["abc"], ["a", "b", "c"], ["ab", "c"]):
+        table = bytes_of([word.encode() for word in words])
+        assert stream(table, [[token] for token in range(len(words))], ["abc", "b"]) == "a"
 
 
 def test_a_stop_string_of_half_a_character_waits_for_the_other_half() -> None:

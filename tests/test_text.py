@@ -116,6 +116,10 @@ def test_token_ids_outside_the_vocabulary(one: Tokenizer, prompt: Any, param: st
     assert refusal(one, completion(prompt)).param == param
 
 
+def test_the_first_token_id_outside_the_vocabulary(one: Tokenizer) -> None:
+    assert refusal(one, completion([one.vocab_size])).param == "prompt"
+
+
 def test_what_the_template_refuses(one: Tokenizer) -> None:
     error = refusal(one, chat([{"role": "tool", "content": "a"}]))
     assert error.param == "messages"
@@ -206,6 +210,12 @@ def test_long_texts_are_refused_if_and_only_if_they_do_not_fit(
     else:
         error = refusal(tokenizer, request)
         assert (error.param, error.code) == ("prompt", "context_length_exceeded")
+
+
+def test_a_long_text_of_few_tokens_fits(one: Tokenizer) -> None:
+    text = "=" * 32 * 100  # one token for each 32
+    assert len(text) > 16 * CONTEXT
+    assert len(one.prompts(completion(text))[0]) == 101
 
 
 def test_a_huge_text_is_not_encoded_whole(one: Tokenizer) -> None:
