@@ -45,7 +45,8 @@ class Choice:
         generation = self.generation
         if generation.refusal is not None:
             raise Refused(generation.refusal)
-        text = self._detokenizer.push(generation.tokens[self._read :])
+        stopped = generation.finish_reason is FinishReason.STOP
+        text = self._detokenizer.push(generation.tokens[self._read :], ended=stopped)
         self._read = len(generation.tokens)
         if self._detokenizer.stopped:
             return Delta(self.index, text, FinishReason.STOP)

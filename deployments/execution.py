@@ -35,11 +35,13 @@ class Executor:
         """
         key = submission.request, submission.attempt
         sampling = submission.sampling
+        eos = () if sampling.ignore_eos else self._engine.eos_token_ids
         request = Request(
             id=_request_id(submission.tape, key),
             prompt=submission.prompt,
+            # A client that ignores the model's own end still means the stop tokens that it names.
             sampling=dataclasses.replace(
-                sampling, stop_token_ids=sampling.stop_token_ids + self._engine.eos_token_ids
+                sampling, stop_token_ids=sampling.stop_token_ids + eos, ignore_eos=False
             ),
             generated=submission.generated,
         )

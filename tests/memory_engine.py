@@ -41,7 +41,6 @@ class MemoryEngine:
             raise QueueFull("no room")
         if max(request.prompt) >= VOCABULARY:
             raise RequestError(f"token {max(request.prompt)} is unknown", "prompt")
-        assert EOS in request.sampling.stop_token_ids
         self.running[request.id] = request, sink, list(request.generated)
         self.submitted.set()
 
@@ -55,10 +54,14 @@ class MemoryEngine:
         for id, (request, sink, output) in list(self.running.items()):
             token = token_at(request.prompt, request.sampling.seed, len(output))
             output.append(token)
-            last = len(output) == request.sampling.max_tokens
-            if last:
+            reason = None
+            if token in request.sampling.stop_token_ids:
+                reason = FinishReason.STOP
+            elif len(output) == request.sampling.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
                 del self.running[id]
-            sink(Output(request, len(output) - 1, (token,), FinishReason.LENGTH if last else None))
+            sink(Output(request, len(output) - 1, (token,), reason))
 
     def fail(self, why: str) -> None:
         self.failure = why

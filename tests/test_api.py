@@ -166,6 +166,33 @@ async def test_a_stop_string_ends_the_sequence_on_the_engine(tokenizer: Tokenize
         assert len(server.engine.aborts) >= 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_stop_token_ends_and_is_not_shown(
+    tokenizer: Tokenizer, stream: bool, ignore_eos: bool
+) -> None:
+    """A token that the client names, which is not special and has a text; `ignore_eos` is about others."""
+    tokens = text_of(ids("hi"), 3, 30)
+    stop = next(token for i, token in enumerate(tokens) if i >= 5 and token not in tokens[:i])
+    length = tokens.index(stop)
+    body = COMPLETION | {"seed": 3, "max_tokens": 30, "stop_token_ids": [stop], "ignore_eos": ignore_eos}
+    async with serving(tokenizer) as server:
+        if stream:
+            chunks = await events(
+                server, "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+            )
+            choices = [choice for chunk in chunks[:-1] for choice in chunk["choices"]]
+            text, reason = "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+            usage = chunks[-2]["usage"]
+        else:
+            whole = (await server.http.post("/v1/completions", json=body)).json()
+            text, reason = whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]
+            usage = whole["usage"]
+        assert text == answer("hi", 3, length)
+        assert reason == "stop"
+        assert usage["completion_tokens"] == length + 1
+
+
 async def test_a_drawn_seed_differs(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as server:
         texts = {
