@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.answering import Answering, Delta, Refused
+from deployments.api_keys import KeyGuard
 from deployments.generation import Dispatcher
 from deployments.protocol import (
     MAX_BODY_BYTES,
@@ -57,7 +58,7 @@ class EventStream(StreamingResponse):
 
 
 class Api:
-    """The routes. `check_health` raises `ApiError` where no engine answers."""
+    """The routes. `check_health` raises `ApiError` where no engine answers; `keys`: see `read_keys`."""
 
     def __init__(
         self,
@@ -65,12 +66,14 @@ class Api:
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
         check_health: Callable[[], Awaitable[None]],
+        keys: frozenset[bytes] | None = None,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # of long texts, while the loop goes on
         self._dispatcher = dispatcher
         self._check_health = check_health
+        self._keys = keys
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -80,6 +83,8 @@ class Api:
         app.add_api_route("/v1/models", self.list_models, methods=["GET"])
         app.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
+        if self._keys is not None:
+            app.add_middleware(KeyGuard, keys=self._keys)
         app.add_exception_handler(ApiError, _answer_api_error)
         app.add_exception_handler(HTTPException, _answer_http_error)
         app.add_exception_handler(ClientDisconnect, _answer_nobody)

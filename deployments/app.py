@@ -34,7 +34,7 @@ def build(args: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
     )(serve.ingress()(Router))
-    return routers.bind(args.model, config.trust_remote_code, engines.bind(config))
+    return routers.bind(args.model, config.trust_remote_code, engines.bind(config), args.api_keys)
 
 
 def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:

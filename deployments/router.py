@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import demo_model
 from deployments.api import Api
+from deployments.api_keys import read_keys
 from deployments.generation import Dispatcher
 from deployments.protocol import ApiError
 from deployments.submission import Refusal, Submission
@@ -32,15 +34,20 @@ class Router:
     """What Ray Serve runs to speak HTTP; it uses no GPU, and any number of them may run."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: str, trust_remote_code: bool, engines: DeploymentHandle[EngineReplica]
+        self,
+        model: str,
+        trust_remote_code: bool,
+        engines: DeploymentHandle[EngineReplica],
+        api_keys: str | None = None,
     ) -> None:
+        keys = read_keys(Path(api_keys)) if api_keys else None
         self._engines = engines
         dispatcher = Dispatcher(self._submit)
         await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         context_length: int = await engines.context_length.remote()  # once the first engine has started
         path = await asyncio.to_thread(demo_model.resolve, model)
         tokenizer = await asyncio.to_thread(Tokenizer, path, context_length, trust_remote_code)
-        self._api = Api(model, tokenizer, dispatcher, self._check_engines)
+        self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()

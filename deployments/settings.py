@@ -32,6 +32,8 @@ class Settings(BaseModel):
     """If set, Ray Serve scales the engines with the load between `replicas` and this many."""
     routers: Count = 1
     """Processes that speak HTTP, tokenise and detokenise."""
+    api_keys: Annotated[str, Field(min_length=1)] | None = None
+    """File with one key a line, or folder of such files, read when a Router starts; clients then need one."""
     engine: dict[str, Any] = {}
     """Settings of each `EngineConfig`; `model` and `device` follow from the settings above."""
 
