@@ -1,1 +1,1 @@
-"""Where stepahead runs: the manifests and checks for a Ray cluster on Kubernetes. Still empty."""
+"""Where stepahead runs: manifests of a Ray cluster on Kubernetes, and whether a model fits on its GPUs."""

@@ -1,0 +1,124 @@
+"""Writes the manifests of one deployment: the overlay as it is in the repository, with its own patches."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster import memory
+from cluster.serve import for_cluster
+from cluster.settings import Cluster
+from cluster.shape import ModelShape
+
+HERE = Path(__file__).parent
+BASES: dict[str, list[str]] = {"cpu-demo": [], "gpu": [], "gpu-ha": ["gpu"]}
+"""Overlays that an overlay stands on."""
+
+ROUTERS_PER_POD = 4
+"""A Router asks Ray for half a core, and its pods have two."""
+DEMO_GIB = 1
+_GROUP = "/spec/rayClusterConfig/workerGroupSpecs"
+
+Patch = list[dict[str, Any]]
+
+
+def render(cluster: Cluster, shape: ModelShape, out: Path, dashboards: list[Path] | None = None) -> None:
+    """Write manifests to `out`, for `kubectl apply -k`. An existing `out` must be empty or one of ours.
+
+    Raises `ValueError` if the model does not fit on the GPU, before anything is written.
+    """
+    patches = {"application.yaml": application(cluster, shape), "storage.yaml": storage(cluster, shape)}
+    if out.exists() and any(out.iterdir()) and not (out / "kustomization.yaml").exists():
+        raise ValueError(f"out: {out} has other files in it")
+    for folder in ("base", "overlays", "dashboards"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    shutil.copytree(HERE / "base", out / "base")
+    for overlay in [cluster.overlay, *BASES[cluster.overlay]]:
+        shutil.copytree(HERE / "overlays" / overlay, out / "overlays" / overlay)
+    for name, patch in patches.items():
+        (out / "overlays" / cluster.overlay / name).write_text(dump(patch))
+    (out / "kustomization.yaml").write_text(dump(_top(cluster, dashboards or [], out)))
+
+
+def application(cluster: Cluster, shape: ModelShape) -> Patch:
+    """The patch of the RayService (JSON patch) that holds all that follows from the settings."""
+    engine = cluster.args.engine_config(gpu=cluster.on_gpus)
+    low, high = cluster.replicas
+    if cluster.on_gpus:
+        memory.check(shape, engine, cluster.gpu)
+        weights = shape.parameters * shape.stored_bytes
+        cpus, gib = 4, 8 + math.ceil(weights / memory.GIB)  # files being read count as the pod's memory
+    else:
+        cpus, gib = 2, math.ceil(4 * shape.parameters / memory.GIB + engine.cpu_cache_gib) + 3
+    pod = f"{_GROUP}/0/template/spec"
+    resources = f"{pod}/containers/0/resources"
+    values = {
+        "/spec/serveConfigV2": for_cluster(cluster.args).text(),
+        f"{_GROUP}/0/replicas": low,
+        f"{_GROUP}/0/minReplicas": low,
+        f"{_GROUP}/0/maxReplicas": high,
+        # Room for the engine, and for the Routers should they come before the pods that are theirs: an
+        # engine that finds no core would wait for ever.
+        f"{_GROUP}/0/rayStartParams/num-cpus": str(1 + math.ceil(cluster.routers / 2)),
+        f"{pod}/initContainers/0/env/0/value": cluster.model,
+        f"{resources}/requests/cpu": str(cpus),
+        f"{resources}/limits/cpu": str(2 * cpus),
+        f"{resources}/requests/memory": f"{gib}Gi",
+        f"{resources}/limits/memory": f"{gib}Gi",
+    }
+    if cluster.on_gpus:
+        pods = max(math.ceil(cluster.routers / ROUTERS_PER_POD), 2 if cluster.overlay == "gpu-ha" else 1)
+        values |= {
+            f"{_GROUP}/1/replicas": pods,
+            f"{_GROUP}/1/minReplicas": pods,
+            f"{_GROUP}/1/maxReplicas": pods,
+            f"{_GROUP}/1/template/spec/initContainers/0/env/0/value": cluster.model,
+        }
+    return [{"op": "replace", "path": path, "value": value} for path, value in values.items()]
+
+
+def storage(cluster: Cluster, shape: ModelShape) -> Patch:
+    """The patch of the volume: two versions of the weights, and the demo model's files."""
+    size = 2 * shape.parameters * shape.stored_bytes / memory.GIB + DEMO_GIB
+    return [{"op": "replace", "path": "/spec/resources/requests/storage", "value": f"{math.ceil(size)}Gi"}]
+
+
+def _top(cluster: Cluster, dashboards: list[Path], out: Path) -> dict[str, Any]:
+    top: dict[str, Any] = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"overlays/{cluster.overlay}"],
+    }
+    if cluster.image != "stepahead":
+        top["images"] = [{"name": "stepahead", "newName": cluster.image}]
+    if dashboards:
+        (out / "dashboards").mkdir()
+        for path in dashboards:
+            shutil.copy(path, out / "dashboards" / path.name)
+        top["configMapGenerator"] = [
+            {"name": f"dashboard-{path.stem}", "namespace": "stepahead", "files": [f"dashboards/{path.name}"]}
+            for path in dashboards
+        ]
+        top["generatorOptions"] = {"disableNameSuffixHash": True, "labels": {"grafana_dashboard": "1"}}
+    return top
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml is untyped
+    """Writes a text of several lines as such."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def dump(data: Any) -> str:
+    """As YAML, in order."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110)
+    return text
