@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,68 +30,12 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.peers import run_transformers
+from benchmarks.workloads import SHAPES, WORKLOADS, Workload, chat_prompts, limit_ms, save_config
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
 from engine.plan import StepPlan
 from engine.request import Request, SamplingParams
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": False,
-    },
-    "0.6b": {
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 1000,
-    },
-}
-
-
-@dataclass(frozen=True)
-class Workload:
-    name: str
-    shape: str
-    requests: int
-    prompt: int
-    output: int
-
-
-WORKLOADS = {
-    w.name: w
-    for w in (
-        Workload("8b-b32", "8b", 32, 256, 512),
-        Workload("8b-long", "8b", 32, 256, 8192),
-        Workload("8b-b256", "8b", 256, 512, 256),
-        Workload("8b-prefill", "8b", 256, 512, 1),
-        Workload("0.6b-b32", "0.6b", 32, 256, 512),
-        Workload("0.6b-b256", "0.6b", 256, 512, 256),
-        Workload("tiny", "tiny", 8, 32, 64),
-    )
-}
 
 
 @dataclass
@@ -181,14 +125,6 @@ def timing_event() -> torch.cuda.Event:
     return event
 
 
-def save_config(shape: str, directory: Path, context: int) -> str:
-    values = dict(SHAPES[shape], max_position_embeddings=context, eos_token_id=None, bos_token_id=None)
-    config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
-    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]  # type: ignore[attr-defined]
-    config.save_pretrained(directory)
-    return str(directory)
-
-
 async def run_engine(
     config: EngineConfig, prompts: list[list[int]], output: int, profile: Path | None = None
 ) -> tuple[dict[str, Any], list[list[int]]]:
@@ -250,25 +186,43 @@ def read_bandwidth() -> float:
     return float(data.numel() * data.element_size() / statistics.median(times))
 
 
-def limit_ms(config: Any, requests: int, context: float, bandwidth: float) -> float:
-    """A decode step's least time: weights read once, and the keys and values of the mean context."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv, q = (n * head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    weights = 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
-    cache = requests * context * 2 * kv * 2 * config.num_hidden_layers
-    return float((weights + cache) / bandwidth * 1e3)
+def line(workload: Workload, overlap: bool, peer: str | None, args: Any) -> dict[str, Any]:
+    """What was run, for the record."""
+    return {
+        "workload": workload.name,
+        "shape": Path(workload.shape).name,
+        "requests": workload.requests,
+        "prompt": workload.prompt,
+        "output": workload.output,
+        "overlap": overlap,
+        "peer": peer,
+        "block_size": args.block_size,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "version": args.version,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
 
 
-def chat_prompts(directory: str, n: int) -> list[list[int]]:
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
-    questions = ["What is the capital of France?", *(f"What is {i} times {i + 1}?" for i in range(2, n + 1))]
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+def release() -> None:
+    """Give back the memory of what was measured before."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args: Any) -> list[dict[str, Any]]:
-    lines, first = [], None
+    lines: list[dict[str, Any]] = []
+    first = None
+
+    def add(figures: dict[str, Any]) -> None:
+        lines.append(figures)
+        print(json.dumps(figures), flush=True)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(json.dumps(figures) + "\n")
+
     with tempfile.TemporaryDirectory() as directory:
         if workload.shape in SHAPES:
             model = save_config(workload.shape, Path(directory), workload.prompt + workload.output)
@@ -281,6 +235,7 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
         mean_context = statistics.mean(map(len, prompts)) + workload.output / 2
         shape = transformers.AutoConfig.from_pretrained(model)
         for overlap in overlaps:
+            release()
             config = EngineConfig(
                 model=model,
                 load_format="random" if workload.shape in SHAPES else "safetensors",
@@ -297,28 +252,27 @@ def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args:
                 run_engine(config, prompts, workload.output, args.profile if overlap else None)
             )
             first = first or tokens
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            lines.append(
-                {
-                    "workload": workload.name,
-                    **{k: v for k, v in asdict(workload).items() if k not in ("name", "shape")},
-                    "shape": Path(workload.shape).name,
-                    "overlap": overlap,
-                    "peer": None,
-                    **figures,
+            add(
+                line(workload, overlap, None, args)
+                | figures
+                | {
                     "limit_ms": bandwidth and limit_ms(shape, workload.requests, mean_context, bandwidth),
                     "tokens_equal": tokens == first,
-                    "block_size": args.block_size,
-                    "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                    "version": args.version,
-                    "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 }
             )
-            print(json.dumps(lines[-1]), flush=True)
+        for overlap in overlaps if args.peer else []:
+            release()
+            figures, tokens = run_transformers(model, prompts, workload.output, overlap)
+            equal = statistics.mean(
+                a == b
+                for ours, theirs in zip(first or [], tokens, strict=True)
+                for a, b in zip(ours, theirs, strict=True)
+            )
+            add(
+                line(workload, overlap, args.peer, args)
+                | figures
+                | {"limit_ms": lines[0]["limit_ms"], "tokens_equal": equal == 1, "tokens_equal_share": equal}
+            )
         if workload.shape not in SHAPES:
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
             text = tokenizer.decode(tokens[0])
@@ -342,6 +296,7 @@ def main() -> None:
     parser.add_argument("--attention", choices=["auto", "torch", "triton"], default="auto")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
+    parser.add_argument("--peer", choices=["transformers"], help="also run this, on the same weights")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--profile", type=Path, help="write a table of kernels (overlap on) to this file")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
@@ -357,16 +312,13 @@ def main() -> None:
         workloads.append(Workload(name, args.model, args.requests, args.prompt, args.output))
     overlaps = {"both": [True, False], "on": [True], "off": [False]}[args.overlap]
     bandwidth = read_bandwidth() if torch.cuda.is_available() else None
-    lines = [line for workload in workloads for line in run(workload, overlaps, bandwidth, args)]
-    if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    lines = [each for workload in workloads for each in run(workload, overlaps, bandwidth, args)]
     print(
         f"\n{'workload':24} overlap  ms/step     p99   limit  tokens/s   total s  GPU active  gap us  equal"
     )
     for x in lines:
         print(
-            f"{x['workload']:24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
+            f"{x['workload'] + (', ' + x['peer'] if x['peer'] else ''):24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
             f"{x['ms_per_step_p99'] or 0:7.3f} {x['limit_ms'] or 0:7.3f} {x['output_tokens_per_s']:9.0f} "
             f"{x['total_s']:9.2f}  {x.get('gpu_active_events', 0):9.4f} {x.get('gap_us_p50') or 0:7.1f}  "
             f"{x['tokens_equal']}"

@@ -1,0 +1,92 @@
+"""What is measured: shapes of models, workloads, and the least time that a decode step can take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+    },
+    "0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    shape: str
+    requests: int
+    prompt: int
+    output: int
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload("8b-b32", "8b", 32, 256, 512),
+        Workload("8b-long", "8b", 32, 256, 8192),
+        Workload("8b-b256", "8b", 256, 512, 256),
+        Workload("8b-prefill", "8b", 256, 512, 1),
+        Workload("0.6b-b32", "0.6b", 32, 256, 512),
+        Workload("0.6b-b256", "0.6b", 256, 512, 256),
+        Workload("tiny", "tiny", 8, 32, 64),
+    )
+}
+
+
+def save_config(shape: str, directory: Path, context: int) -> str:
+    values = dict(SHAPES[shape], max_position_embeddings=context, eos_token_id=None, bos_token_id=None)
+    config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]  # type: ignore[attr-defined]
+    config.save_pretrained(directory)
+    return str(directory)
+
+
+def chat_prompts(directory: str, n: int) -> list[list[int]]:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
+    questions = ["What is the capital of France?", *(f"What is {i} times {i + 1}?" for i in range(2, n + 1))]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+
+
+def limit_ms(config: Any, requests: int, context: float, bandwidth: float) -> float:
+    """A decode step's least time: weights read once, and the keys and values of the mean context."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv, q = (n * head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    weights = 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
+    cache = requests * context * 2 * kv * 2 * config.num_hidden_layers
+    return float((weights + cache) / bandwidth * 1e3)
