@@ -317,8 +317,9 @@ def main() -> None:
         f"\n{'workload':24} overlap  ms/step     p99   limit  tokens/s   total s  GPU active  gap us  equal"
     )
     for x in lines:
+        name = x["workload"] if x["peer"] is None else f"{x['workload']}, {x['peer']}"
         print(
-            f"{x['workload'] + (', ' + x['peer'] if x['peer'] else ''):24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
+            f"{name:24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
             f"{x['ms_per_step_p99'] or 0:7.3f} {x['limit_ms'] or 0:7.3f} {x['output_tokens_per_s']:9.0f} "
             f"{x['total_s']:9.2f}  {x.get('gpu_active_events', 0):9.4f} {x.get('gap_us_p50') or 0:7.1f}  "
             f"{x['tokens_equal']}"
