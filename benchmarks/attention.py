@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 import triton
 
+from engine.attention.rotary import Rotary
 from engine.attention.triton_backend import PROGRAMS_PER_SM
 from engine.attention.triton_decode import DecodeScratch, decode
 from engine.attention.triton_prefill import prefill
+from engine.attention.triton_rotary import rotate_and_write
 from engine.attention.triton_tiles import TileConfig
 from engine.attention.triton_write import write_cache
 
@@ -325,6 +327,28 @@ def bench_write(tokens: int) -> None:
     print(f"write    {tokens} tokens{'':18} {timing.us:9.1f} us ({timing.us_low:.1f} - {timing.us_high:.1f})")
 
 
+def bench_rotary(tokens: int, heads: int, *, norms: bool, bandwidth: float) -> None:
+    """From projections to rotated queries and a filled cache, against the bytes read and written."""
+    cache = torch.empty(2, 8192, 16, 8, 128, dtype=DTYPE, device=DEVICE)
+    fused = [torch.randn(tokens, heads + 16, 128, device=DEVICE).to(DTYPE) for _ in range(8)]
+    cos, sin = (torch.rand(1, tokens, 128, device=DEVICE).to(DTYPE) for _ in range(2))
+    weight = torch.rand(128, device=DEVICE).to(DTYPE) if norms else None
+    rotary = Rotary(cos, sin, weight, weight, 1e-6)
+    slots = torch.randperm(8192 * 16, device=DEVICE)[:tokens].int()
+
+    def call(states: torch.Tensor) -> None:
+        query, key, value = torch.split(states, [heads, 8, 8], dim=1)
+        rotate_and_write(query, key, value, rotary, cache[0], cache[1], slots)
+
+    timing = time_calls([partial(call, states) for states in fused])
+    name = f"{tokens} tokens, {heads} heads{', norms' if norms else ''}"
+    moved = 2 * fused[0].nbytes + cos.nbytes + sin.nbytes
+    print(
+        f"rotary   {name:26} {timing.us:9.1f} us ({timing.us_low:.1f} - {timing.us_high:.1f}) "
+        f"{moved / timing.us / 1e6:6.2f} TB/s {moved / bandwidth * 1e6 / timing.us:6.1%} of limit"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tile configurations too")
@@ -333,6 +357,8 @@ def main() -> None:
     bench = Bench(arguments.json)
     for tokens in (32, 256, 8192):
         bench_write(tokens)
+        bench_rotary(tokens, 32, norms=False, bandwidth=bench.bandwidth)
+        bench_rotary(tokens, 16, norms=True, bandwidth=bench.bandwidth)
     for case in (*DECODE, *PREFILL):
         bench.run(case, *(SWEEP.get(case.name, ()) if arguments.sweep else ()))
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from engine.attention import LayerCache, PagedAttention, PagedBatch, PreparesBatch, get_backend
+from engine.attention.rotary import Rotary
 from engine.compiler import compile_model
 from engine.config import EngineConfig
 from engine.probe import LayerSpec, ModelError, UnsupportedModelError, find_layers
@@ -37,7 +38,29 @@ class _Pages:
     batch: PagedBatch
     caches: list[LayerCache]
     layers: list[LayerSpec]
-    attend: PagedAttention
+    backend: PagedAttention
+
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotary: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Attention of layer `index`, as `PagedAttention` has it."""
+        layer = self.layers[index]
+        return self.backend(
+            query,
+            key,
+            value,
+            self.caches[index],
+            self.batch,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            rotary=rotary,
+        )
 
 
 class PagedModel:
@@ -94,8 +117,8 @@ class PagedModel:
         return cls(model, layers, attention, context_length)
 
     def compile(self) -> None:
-        """Fuse projections and norms and compile the forward, at its first call."""
-        self._call = compile_model(self.model)
+        """Fuse what can be fused and compile the forward, at its first call."""
+        self._call = compile_model(self.model, self.layers)
 
     def cache_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens in all layers."""
@@ -156,17 +179,8 @@ def _attend(
     What `kwargs` say was recorded at load (`LayerSpec`).
     """
     index: Any = module.layer_idx
-    layer = pages.layers[index]
-    out = pages.attend(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        pages.caches[index],
-        pages.batch,
-        scale=layer.scale,
-        window=layer.window,
-        softcap=layer.softcap,
-    )
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    out = pages.attend(index, query, key, value)
     return out[None], None
 
 

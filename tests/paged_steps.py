@@ -74,13 +74,15 @@ class PagedSteps:
         width = max(len(text.blocks) for text, _ in order)
         tables = [self.pages_of(text) + [0] * (width - len(text.blocks)) for text, _ in order]
         device = self.model.device
-        columns = torch.tensor(sequences, dtype=torch.int32, device=device)
+        starts, counts, ends = (
+            torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*sequences, strict=True)
+        )
         chunks = [n for _, n in order if n > 1]
         batch = PagedBatch(
             cache_slots=torch.tensor(slots, dtype=torch.int32, device=device),
-            query_start=columns[:, 0],
-            query_len=columns[:, 1],
-            context_len=columns[:, 2],
+            query_start=starts,
+            query_len=counts,
+            context_len=ends,
             block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
             num_decodes=len(order) - len(chunks),
             max_query_len=max(chunks, default=1),
@@ -91,7 +93,7 @@ class PagedSteps:
             torch.tensor(positions, device=device),
             batch,
             self.caches,
-            (columns[:, 0] + columns[:, 1] - 1).long(),
+            (starts + counts - 1).long(),
         )
         for (text, n), row in zip(order, logits, strict=True):
             text.computed += n

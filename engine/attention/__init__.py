@@ -11,10 +11,12 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
+from engine.attention.rotary import Rotary
+
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """One step's batch, as attention sees it. All tensors are on the device."""
+    """One step's batch, as attention sees it. All tensors are on the device, rows contiguous."""
 
     cache_slots: torch.Tensor
     """int32 [T]: block * block_size + offset of each token's key and value."""
@@ -58,11 +60,13 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """query [T, heads, head_dim], key and value [T, kv_heads, head_dim] -> [T, heads, head_dim].
 
         `heads` is a multiple of `kv_heads`; query head h reads key-value head h // (heads // kv_heads).
         `window` w: position p sees max(0, p - w + 1)..p. `softcap` c: scores become c * tanh(s / c).
+        `rotary`: query and key come as projected, and are first to become `rotary.apply(query, key)`.
         """
         ...
 

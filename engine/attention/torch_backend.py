@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import LayerCache, PagedBatch
+from engine.attention.rotary import Rotary
 
 GROUP_TOKENS = 1536  # gathered at once: keys and values of a group should stay in a core's cache
 QUERY_TILE = 512  # queries of a prompt computed at once, which bounds the mask
@@ -93,8 +94,11 @@ class TorchAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """See `PagedAttention`. A batch that did not go through `prepare` is prepared here."""
+        if rotary is not None:
+            query, key = rotary.apply(query, key)
         prepared = batch if isinstance(batch, _TorchBatch) else self.prepare(batch)
         assert isinstance(prepared, _TorchBatch)
         _, block_size, kv_heads, _ = cache.key.shape

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.attention import LayerCache, PagedBatch
+from engine.attention.rotary import Rotary
 from engine.attention.triton_decode import DecodeScratch, decode
 from engine.attention.triton_prefill import prefill
+from engine.attention.triton_rotary import rotate_and_write
 from engine.attention.triton_write import write_cache
 
 PROGRAMS_PER_SM = 1
@@ -21,6 +23,11 @@ def paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    query_norm: torch.Tensor | None,
+    key_norm: torch.Tensor | None,
+    eps: float,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     cache_slots: torch.Tensor,
@@ -38,9 +45,16 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Write key and value into the caches, then attend; tokens that no sequence names stay undefined."""
+    """Write key and value into the caches, then attend; tokens that no sequence names stay undefined.
+
+    cos, sin, query_norm, key_norm and eps are those of a `Rotary`, or None and 0 where there is none.
+    """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    write_cache(key, value, key_cache, value_cache, cache_slots)
+    if cos is None or sin is None:
+        write_cache(key, value, key_cache, value_cache, cache_slots)
+    else:
+        rotary = Rotary(cos, sin, query_norm, key_norm, eps)
+        query = rotate_and_write(query, key, value, rotary, key_cache, value_cache, cache_slots)
     if num_decodes:
         decode(
             out,
@@ -118,6 +132,7 @@ class TritonAttention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """See `PagedAttention`. ValueError: a layout or scale that the kernels do not take."""
         if scale <= 0 or (softcap is not None and softcap <= 0):
@@ -127,11 +142,14 @@ class TritonAttention:
         for name, tensor in (("query", query), ("key", key), ("value", value), ("cache", cache.key)):
             if tensor.stride(-1) != 1:
                 raise ValueError(f"{name}: the elements of one head must be contiguous")
+        if rotary is not None and (rotary.cos.stride(-1) != 1 or rotary.sin.stride(-1) != 1):
+            raise ValueError("rotary: the elements of one token must be contiguous")
         scratch = self.scratch
         out: torch.Tensor = paged_attention(
             query,
             key,
             value,
+            *(rotary or (None, None, None, None, 0.0)),
             cache.key,
             cache.value,
             batch.cache_slots,
