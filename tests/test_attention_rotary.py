@@ -202,20 +202,26 @@ def test_scattered_cosines_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 8), (14, 2), (9, 1), (16, 16)])
-@pytest.mark.parametrize("tokens", [1, 700])
-def test_compiled(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, norms: bool, dtype: torch.dtype
-) -> None:
-    check_kernel(
-        random_case(
-            tokens,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            norms=norms,
-            dtype=dtype,
-            cos_dtype=torch.float32 if tokens == 1 else dtype,
-            block_size=16,
+def test_compiled_head_dims(head_dim: int, norms: bool, dtype: torch.dtype) -> None:
+    cos_dtype = torch.float32 if norms else dtype
+    for tokens in (1, 700):
+        check_kernel(
+            random_case(
+                tokens,
+                heads=32,
+                kv_heads=8,
+                head_dim=head_dim,
+                norms=norms,
+                dtype=dtype,
+                cos_dtype=cos_dtype,
+                block_size=16,
+            )
         )
-    )
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (14, 2), (71, 1), (16, 16)])
+def test_compiled_layouts(heads: int, kv_heads: int, norms: bool) -> None:
+    check_kernel(random_case(300, heads=heads, kv_heads=kv_heads, norms=norms, dtype=torch.bfloat16))
