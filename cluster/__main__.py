@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from cluster import memory
 from cluster.render import HERE, application, dump, render, storage
 from cluster.schema import Schemas
+from cluster.serve import for_cluster
 from cluster.settings import Cluster
 from cluster.shape import read_shape
 from cluster.sizing import table
+from deployments.settings import Settings
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -99,6 +101,12 @@ def validate(
             typer.echo(f"{name}: valid")
     if errors or not resources:
         raise ValueError("\n".join(errors) or "no resources")
+
+
+@app.command()
+def serve_config() -> None:
+    """Print serve_config.yaml as it is in a container: the demo model, reachable from outside."""
+    typer.echo(for_cluster(Settings(model="demo")).text(), nl=False)
 
 
 @app.command()

@@ -15,6 +15,12 @@ from engine.config import EngineConfig
 
 # No `from __future__ import annotations` here: Serve looks at the annotation of `args` to validate it.
 
+AUTOSCALING_TARGET = 0.3
+"""Share of an engine's rows to be in use: full rows are slow ones, and a GPU node takes minutes to come.
+
+A day of `python -m benchmarks.autoscaling_sim` with other shares is in docs/operations.md.
+"""
+
 
 def build(args: Settings) -> Application:
     """Routers in front of EngineReplicas. Raises pydantic's `ValidationError`, which names a wrong key."""
@@ -43,7 +49,7 @@ def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:
     scaling = AutoscalingConfig(
         min_replicas=args.replicas,
         max_replicas=args.max_replicas,
-        target_ongoing_requests=0.75 * config.max_running_requests,
+        target_ongoing_requests=AUTOSCALING_TARGET * config.max_running_requests,
     )
     return {"autoscaling_config": scaling}
 

@@ -76,7 +76,7 @@ def test_an_overlay_is_valid(cluster: Cluster, schemas: Schemas) -> None:
     assert {r["kind"]: found for r in resources if (found := errors(r, schemas))} == {}
     assert all(r["metadata"].get("namespace", "stepahead") == "stepahead" for r in resources)
     kinds = {"Namespace", "RayService", "NetworkPolicy", "PersistentVolumeClaim"}
-    kinds |= {"PodMonitor", "ServiceMonitor", "PrometheusRule"} if cluster.on_gpus else set()
+    kinds |= {"PodMonitor", "PrometheusRule"} if cluster.on_gpus else set()
     kinds |= {"StatefulSet", "PodDisruptionBudget", "Service"} if cluster.overlay == "gpu-ha" else set()
     assert kinds <= {r["kind"] for r in resources}
 
@@ -275,7 +275,28 @@ def test_every_pod_gets_what_ray_is_told_it_has(cluster: Cluster) -> None:
         cores = int(groups["routers"]["rayStartParams"]["num-cpus"]) * groups["routers"]["replicas"]
         assert cores >= cluster.routers / 2
         assert container["image"].endswith(":cuda")
-    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    head = spec["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    # KubeRay looks at the head's ports to make the Service of the API.
+    assert {"name": "serve", "containerPort": 8000} in head["template"]["spec"]["containers"][0]["ports"]
+
+
+@needs_kubectl
+@overlays
+def test_selectors_find_the_pods_that_they_are_meant_for(cluster: Cluster) -> None:
+    """KubeRay sets app.kubernetes.io/name on its pods, so that label is not ours to select by."""
+    resources = built(CLUSTER / "overlays" / cluster.overlay)
+    spec = the("RayService", resources)["spec"]["rayClusterConfig"]
+    templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    templates += [r["spec"]["template"] for r in resources if r["kind"] == "StatefulSet"]
+    labels = [template["metadata"]["labels"] for template in templates]
+    assert not any("app.kubernetes.io/name" in each for each in labels[: 1 + len(spec["workerGroupSpecs"])])
+    for resource in resources:
+        inner = resource.get("spec", {})
+        selector = inner.get("podSelector", inner.get("selector"))
+        if selector and resource["kind"] not in ("PersistentVolumeClaim", "Service"):
+            wanted = selector["matchLabels"].items()
+            assert any(wanted <= each.items() for each in labels), resource["metadata"]["name"]
 
 
 def test_the_versions_are_the_tested_ones() -> None:
