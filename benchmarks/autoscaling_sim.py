@@ -46,6 +46,7 @@ class Load:
     bursts: int = 6
     burst: float = 1.6
     """Times the traffic of the hour, for ten minutes."""
+    seconds: int = DAY
     output: float = 256.0
     """Tokens of an answer, mean of an exponential distribution."""
 
@@ -97,6 +98,9 @@ class Outcome:
     refused: int
     changes: int
     """Times that the number wanted changed its direction."""
+    arrived: int = 0
+    queued: int = 0
+    """Requests that still wait in the end."""
 
     def quantile(self, q: float) -> int:
         return int(np.searchsorted(np.cumsum(self.waits), q * self.waits.sum()))
@@ -110,9 +114,9 @@ class Outcome:
 
 def traffic(load: Load, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """Requests in each second of a day that is quiet at 3 and busy at 15 o'clock."""
-    hours = np.arange(DAY) / 3600
+    hours = np.arange(load.seconds) / 3600
     rate = load.night + (1 - load.night) * (0.5 - 0.5 * np.cos((hours - 3) / 24 * 2 * np.pi)) ** 1.5
-    for begin in rng.uniform(0, DAY - 600, load.bursts).astype(int):
+    for begin in rng.uniform(0, load.seconds - 600, load.bursts).astype(int):
         rate[begin : begin + 600] *= load.burst
     return rng.poisson(rate * load.peak)
 
@@ -191,7 +195,7 @@ def simulate(
     recent: deque[int] = deque(maxlen=int(config.look_back_period_s))
     out = Outcome(0.0, np.zeros(3600, np.int64), 0, 0)
     direction = 0
-    for now in range(DAY):
+    for now in range(load.seconds):
         cluster.pass_time(now)
         _arrive(cluster.ready, int(arrivals[now]), now, engine, out)
         for replica in (*cluster.ready, *cluster.draining):
@@ -205,6 +209,8 @@ def simulate(
                 direction = target - before
             cluster.scale(target, now)
         out.gpu_hours += cluster.gpus / 3600
+    out.arrived = int(arrivals.sum())
+    out.queued = sum(replica.queued for replica in (*cluster.ready, *cluster.draining))
     return out
 
 

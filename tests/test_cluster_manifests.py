@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from kubernetes_validate import SchemaNotFoundError, ValidationError, validate
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.__main__ import DEFAULTS
+from cluster.__main__ import DEFAULTS, app
 from cluster.render import BASES, application, dump, render, storage
 from cluster.schema import Schemas
 from cluster.serve import Application, ServeConfig
@@ -303,6 +304,21 @@ def test_the_versions_are_the_tested_ones() -> None:
     versions = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     base = yaml.safe_load((CLUSTER / "base" / "rayservice.yaml").read_text())
     assert base["spec"]["rayClusterConfig"]["rayVersion"] == versions["ray"]
+
+
+def test_the_guide_names_what_is_there() -> None:
+    """Links lead to files, and options of `python -m cluster` exist."""
+    guide = ROOT / "docs" / "operations.md"
+    text = guide.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert links
+    assert [link for link in links if not (guide.parent / link).exists()] == []
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    used = re.findall(r"python -m cluster ([\w-]+)((?:[^\n`]|\\\n)*)", text.replace("\\\n", " "))
+    assert {name for name, _ in used} >= {"render", "size"}
+    for name, arguments in used:
+        options = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", arguments)) <= options, name
 
 
 def pods(cluster: Cluster) -> dict[str, Any]:
