@@ -20,6 +20,7 @@ from deployments.api_keys import KeyGuard
 from deployments.generation import Dispatcher
 from deployments.protocol import (
     MAX_BODY_BYTES,
+    MAX_CHOICES,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -67,13 +68,16 @@ class Api:
         dispatcher: Dispatcher,
         check_health: Callable[[], Awaitable[None]],
         keys: frozenset[bytes] | None = None,
+        max_sequences: int = MAX_CHOICES,
     ) -> None:
+        """`max_sequences`: what the queue of an engine holds; a request for more can never be served."""
         self._model = model
         self._tokenizer = tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # of long texts, while the loop goes on
         self._dispatcher = dispatcher
         self._check_health = check_health
         self._keys = keys
+        self._max_sequences = max_sequences
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -117,6 +121,14 @@ class Api:
         self._check(request.model)
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._tokenizing, self._tokenizer.prompts, request)
+        if len(prompts) * request.choices > self._max_sequences:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with {request.choices} choices each are more than the "
+                f"{self._max_sequences} sequences that may run or wait at once",
+                param="prompt" if len(prompts) > self._max_sequences else "n",
+                code="invalid_value",
+            )
         answering = Answering(
             self._dispatcher,
             [(prompt, self._tokenizer.sampling(request, len(prompt))) for prompt in prompts],
@@ -189,10 +201,15 @@ async def _body(http: Request) -> bytes:
     if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise ApiError.too_large()
     body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError.too_large()
+    try:
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError.too_large()
+    except ApiError:
+        raise
+    except Exception as error:  # what carries the body has errors of its own for a client that left
+        raise ClientDisconnect from error
     return bytes(body)
 
 

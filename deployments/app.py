@@ -1,5 +1,6 @@
 """The application that serve_config.yaml names: `serve run serve_config.yaml`."""
 
+import logging
 from typing import Any
 
 import ray
@@ -14,6 +15,8 @@ from deployments.settings import Settings, engine_limit, router_limit
 from engine.config import EngineConfig
 
 # No `from __future__ import annotations` here: Serve looks at the annotation of `args` to validate it.
+
+logger = logging.getLogger(__name__)
 
 AUTOSCALING_TARGET = 0.3
 """Share of an engine's rows to be in use: full rows are slow ones, and a GPU node takes minutes to come.
@@ -40,7 +43,10 @@ def build(args: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
     )(serve.ingress()(Router))
-    return routers.bind(args.model, config.trust_remote_code, engines.bind(config), args.api_keys)
+    if gpu and not _cluster_has_gpus():
+        logger.warning("accelerator: gpu is set and the Ray cluster has no GPU yet: the engines wait for one")
+    room = config.max_running_requests + config.max_waiting_requests
+    return routers.bind(args.model, config.trust_remote_code, engines.bind(config), room, args.api_keys)
 
 
 def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:

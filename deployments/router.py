@@ -38,6 +38,7 @@ class Router:
         model: str,
         trust_remote_code: bool,
         engines: DeploymentHandle[EngineReplica],
+        max_sequences: int,
         api_keys: str | None = None,
     ) -> None:
         keys = read_keys(Path(api_keys)) if api_keys else None
@@ -47,7 +48,7 @@ class Router:
         context_length: int = await engines.context_length.remote()  # once the first engine has started
         path = await asyncio.to_thread(demo_model.resolve, model)
         tokenizer = await asyncio.to_thread(Tokenizer, path, context_length, trust_remote_code)
-        self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys)
+        self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()

@@ -12,11 +12,17 @@ import sys
 import threading
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import ray
 import yaml
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    ServeApplicationSchema,
+    ServeDeploySchema,
+)
 from ray.serve.scripts import cli
 
 QUESTION = "What is the capital of France?"
@@ -33,6 +39,16 @@ def invitation(url: str) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}]})
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     return f"\n{model} answers at {url}/v1 (Ctrl-C ends it). In another terminal:\n\n{curl}\n"
+
+
+def unknown_keys(config: dict[str, Any]) -> list[str]:
+    """Keys that Ray Serve would pass over without a word."""
+    found = [key for key in config if key not in ServeDeploySchema.model_fields]
+    for i, application in enumerate(config.get("applications", [])):
+        found += [
+            f"applications[{i}].{k}" for k in application if k not in ServeApplicationSchema.model_fields
+        ]
+    return found
 
 
 def watch(url: str, ended: threading.Event, failures: list[str]) -> None:
@@ -53,8 +69,10 @@ def watch(url: str, ended: threading.Event, failures: list[str]) -> None:
 
 
 def main(config: str = "serve_config.yaml") -> None:
-    options = yaml.safe_load(Path(config).read_text()).get("http_options", {})
-    port = options.get("port", 8000)
+    content = yaml.safe_load(Path(config).read_text())
+    if unknown := unknown_keys(content):
+        sys.exit(f"{config}: there is no setting {', '.join(unknown)}")
+    port = content.get("http_options", {}).get("port", 8000)
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             sys.exit(

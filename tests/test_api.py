@@ -44,11 +44,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 class Server:
     """The application, its clients, and the engine behind it."""
 
-    def __init__(self, tokenizer: Tokenizer, engine: MemoryEngine) -> None:
+    def __init__(self, tokenizer: Tokenizer, engine: MemoryEngine, **limits: Any) -> None:
         self.engine = engine
         self.dispatcher = Dispatcher(Executor(engine).run)
         self.healthy = True
-        app = Api("demo", tokenizer, self.dispatcher, self.check_health).app()
+        app = Api("demo", tokenizer, self.dispatcher, self.check_health, **limits).app()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
         any_httpx: Any = self.http  # openai is typed for one of its forks
@@ -62,8 +62,10 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(tokenizer: Tokenizer, engine: MemoryEngine | None = None) -> AsyncIterator[Server]:
-    server = Server(tokenizer, engine or MemoryEngine())
+async def serving(
+    tokenizer: Tokenizer, engine: MemoryEngine | None = None, **limits: Any
+) -> AsyncIterator[Server]:
+    server = Server(tokenizer, engine or MemoryEngine(), **limits)
     await server.dispatcher.open("127.0.0.1")
     stepping = asyncio.create_task(server.engine.run())
     async with server.http:
@@ -313,6 +315,35 @@ async def test_bad_fields_are_named(
         assert response.status_code == status
         assert response.json()["error"]["param"] == param
         assert not server.engine.running
+
+
+@pytest.mark.parametrize(
+    ("body", "param"), [({"prompt": ["a"] * 5}, "prompt"), ({"n": 3, "prompt": ["a"] * 2}, "n")]
+)
+async def test_more_sequences_than_can_ever_wait_are_not_asked_to_come_back(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str
+) -> None:
+    async with serving(tokenizer, max_sequences=4) as server:
+        response = await server.http.post("/v1/completions", json=COMPLETION | body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert not server.engine.submitted.is_set()
+        fits = await server.http.post(
+            "/v1/completions", json=COMPLETION | {"prompt": ["a"] * 4, "max_tokens": 2}
+        )
+        assert fits.status_code == 200
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_error(tokenizer: Tokenizer) -> None:
+    """Ray Serve's channel raises an exception of its own then; nothing is to be logged as a bug."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+        raise RuntimeError("the channel broke")
+
+    async with serving(tokenizer) as server:
+        response = await server.http.post("/v1/completions", content=body())
+        assert response.status_code == 499
 
 
 async def test_what_the_engine_refuses_names_the_field_of_the_api(tokenizer: Tokenizer) -> None:
