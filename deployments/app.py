@@ -46,7 +46,9 @@ def build(args: Settings) -> Application:
     if gpu and not _cluster_has_gpus():
         logger.warning("accelerator: gpu is set and the Ray cluster has no GPU yet: the engines wait for one")
     room = config.max_running_requests + config.max_waiting_requests
-    return routers.bind(args.model, config.trust_remote_code, engines.bind(config), room, args.api_keys)
+    return routers.bind(
+        args.model, config.trust_remote_code, engines.bind(config), room, args.api_keys, config.context_length
+    )
 
 
 def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:

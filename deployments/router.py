@@ -40,14 +40,16 @@ class Router:
         engines: DeploymentHandle[EngineReplica],
         max_sequences: int,
         api_keys: str | None = None,
+        context_length: int | None = None,
     ) -> None:
         keys = read_keys(Path(api_keys)) if api_keys else None
         self._engines = engines
         dispatcher = Dispatcher(self._submit)
         await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        context_length: int = await engines.context_length.remote()  # once the first engine has started
+        # Once the first engine has started. In an upgrade it may be an old one: what is set goes first.
+        found: int = await engines.context_length.remote()
         path = await asyncio.to_thread(demo_model.resolve, model)
-        tokenizer = await asyncio.to_thread(Tokenizer, path, context_length, trust_remote_code)
+        tokenizer = await asyncio.to_thread(Tokenizer, path, context_length or found, trust_remote_code)
         self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
