@@ -37,12 +37,12 @@ class EngineConfig(BaseModel):
     """Requests that may wait; one more is refused at once."""
     max_tokens_per_step: Positive = 8192
     """Tokens one step may compute: one for each decoding request, the rest for prompt chunks."""
-    context_length: Positive | None = None
+    context_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and output together, at most; the model's own limit by default."""
 
     block_size: Literal[8, 16, 32, 64, 128, 256] = 16
     """Tokens per block of the key-value cache."""
-    num_blocks: Annotated[int, Field(ge=2)] | None = None
+    num_blocks: Annotated[int, Field(ge=2, le=2**26)] | None = None
     """Blocks in the cache, the scratch block included."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """Share of a GPU's memory that weights, cache and the largest step may use together."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig
@@ -16,7 +18,7 @@ from engine.device import choose_device, choose_dtype, choose_num_blocks, warm_u
 from engine.graphs import buckets
 from engine.lanes import make_lanes
 from engine.model import PagedModel
-from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
+from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError, State
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 
@@ -60,7 +62,8 @@ class AsyncEngine:
         self.vocab_size = 0
         self.eos_token_ids: tuple[int, ...] = ()
         self.device = "none"
-        self._accepting = False
+        self._started = False
+        self._closed = False
         self._alive = True
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, tuple[Request, Sink]] = {}
@@ -71,26 +74,32 @@ class AsyncEngine:
     # Life
 
     async def start(self) -> None:
-        """Load the model, size the cache and start the loop. Raises what goes wrong in that."""
+        """Load the model, size the cache and start the loop. Raises what goes wrong in that.
+
+        Once only: `RuntimeError` the second time, or after `stop`.
+        """
+        if self._thread is not None or self._closed:
+            raise RuntimeError("an engine starts once")
         self._asyncio = asyncio.get_running_loop()
         ready: asyncio.Future[None] = self._asyncio.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
         try:
             await ready
-        except Exception as error:
-            self.failure = f"it did not start: {error}"
+        except BaseException as error:  # cancellation included
+            self.failure = f"it did not start: {error!r}"
+            self._inbox.put(self._end)
             raise
-        self._accepting = True
+        self._started = True
 
     async def drain(self) -> None:
         """Accept nothing more; returns when every accepted request has ended."""
-        self._accepting = False
+        self._closed = True
         await self._idle.wait()
 
     async def stop(self) -> None:
         """Abort what is left and end the loop and its lanes."""
-        self._accepting = False
+        self._closed = True
         for request_id in list(self._live):
             self.abort(request_id)
         if self.healthy:
@@ -114,11 +123,13 @@ class AsyncEngine:
         Raises `RequestError` naming the field for a request that can never be served, `QueueFull`
         if too many wait, `EngineUnavailable` if the engine takes no requests.
         """
-        if not self._accepting:
+        if self._closed or not self.healthy or not self._started:
             raise EngineUnavailable(self.failure or "the engine is not accepting requests")
         self._scheduler.check_request(request)
-        if max(request.prompt) >= self.vocab_size or min(request.prompt) < 0:
-            raise RequestError(f"the prompt has token ids outside 0..{self.vocab_size - 1}", "prompt")
+        for name, tokens in (("prompt", request.prompt), ("generated", request.generated)):
+            ids = np.asarray(tokens or [0])
+            if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise RequestError(f"{name} has other things than token ids 0..{self.vocab_size - 1}", name)
         if request.id in self._live:
             raise RequestError(f"a request with id {request.id!r} is running", "id")
         if len(self._live) >= self.config.max_running_requests + self.config.max_waiting_requests:
@@ -183,15 +194,21 @@ class AsyncEngine:
         try:
             self._scheduler, self._runner = self._build()
         except BaseException as error:
-            call(ready.set_exception, error)
+            call(_settle, ready, error)
             return
-        call(ready.set_result, None)
+        call(_settle, ready, None)
+        failure = None
         try:
             self._loop()
-            self._runner.close()
         except BaseException as error:
             logger.exception("the engine's loop failed")
-            call(self._fail, f"{type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+        try:
+            self._runner.close()
+        except BaseException:
+            logger.exception("the engine's lanes failed to end")
+        if failure is not None:
+            call(self._fail, failure)
 
     def _build(self) -> tuple[Scheduler, Runner]:
         config, device = self.config, choose_device(self.config)
@@ -212,21 +229,29 @@ class AsyncEngine:
             prefix_caching=config.prefix_caching,
             identity=config.model.encode(),
         )
-        runner = Runner(
-            model,
-            model.allocate_cache(num_blocks, config.block_size),
-            make_lanes(device),
-            device,
-            max_tokens=config.max_tokens_per_step,
-            max_sequences=config.max_running_requests,
-            max_blocks=scheduler.rows.blocks.shape[1],
-            depth=config.depth,
-            min_sequences=2 if on_gpu else 1,
-        )
-        if on_gpu and config.compile:
-            warm_up(runner)
-        if on_gpu and config.cuda_graphs:
-            runner.capture(buckets(config.max_running_requests), progress=logger.info)
+        caches = model.allocate_cache(num_blocks, config.block_size)
+        lanes = make_lanes(device)
+        try:
+            runner = Runner(
+                model,
+                caches,
+                lanes,
+                device,
+                max_tokens=config.max_tokens_per_step,
+                max_sequences=config.max_running_requests,
+                max_blocks=scheduler.rows.blocks.shape[1],
+                depth=config.depth,
+                min_sequences=2 if on_gpu else 1,
+            )
+            if on_gpu and config.compile:
+                warm_up(runner)
+            if on_gpu and config.cuda_graphs:
+                runner.capture(buckets(config.max_running_requests), progress=logger.info)
+        except BaseException:
+            lanes.close()
+            raise
+        if on_gpu:
+            torch.cuda.synchronize(device)  # buffers are zeroed on another stream than the lanes'
         self.context_length = scheduler.context_length
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -252,7 +277,9 @@ class AsyncEngine:
         try:
             self._scheduler.add(request)
         except Exception as error:  # of this request alone: the others go on
-            self._publish([Output(request, 0, (), FinishReason.ERROR, str(error))])
+            logger.exception("request %s could not be added", request.id)
+            request.state, request.finish_reason = State.FINISHED, FinishReason.ERROR
+            self._publish([Output(request, len(request.generated), (), FinishReason.ERROR, str(error))])
 
     def _apply_inbox(self, block: bool) -> None:
         """Run what was asked for since the last turn; with nothing else to do, wait for it."""
@@ -288,10 +315,18 @@ class AsyncEngine:
     def _fail(self, failure: str) -> None:
         """The loop is over: end every request with the error."""
         self.failure = failure
-        self._accepting = False
-        self._deliver(
-            [
-                Output(request, request.num_output, (), FinishReason.ERROR, failure)
-                for request, _ in list(self._live.values())
-            ]
-        )
+        outputs = []
+        for request, _ in self._live.values():
+            with contextlib.suppress(Exception):  # the books may be what failed
+                self._scheduler.abort(request, FinishReason.ERROR)
+            outputs.append(Output(request, request.num_output, (), FinishReason.ERROR, failure))
+        self._deliver(outputs)
+
+
+def _settle(ready: asyncio.Future[None], error: BaseException | None) -> None:
+    if ready.done():  # cancelled meanwhile
+        return
+    if error is None:
+        ready.set_result(None)
+    else:
+        ready.set_exception(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -55,7 +54,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """Tokens to generate at most; None means up to the context length."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy, and so is anything below 1e-5."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -74,12 +73,12 @@ class SamplingParams:
             if not good:
                 raise RequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}", name)
 
-        check(self.max_tokens is None or self.max_tokens > 0, "max_tokens", "at least 1")
         check(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            "temperature",
-            "a finite number, at least 0",
+            self.max_tokens is None or (isinstance(self.max_tokens, int) and self.max_tokens > 0),
+            "max_tokens",
+            "an integer, at least 1",
         )
+        check(0 <= self.temperature <= 1e6, "temperature", "between 0 and 1,000,000")
         check(0 <= self.top_k < 2**31, "top_k", "at least 0 (0 keeps all)")
         check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
@@ -120,6 +119,8 @@ class Request:
     """Its row while running; 0 otherwise."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of its full blocks, as far as computed."""
+    admissions: int = 0
+    """How often it was given a row: more than once if it was preempted."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache at first admission."""
 
@@ -130,7 +131,7 @@ class Request:
     @property
     def num_output(self) -> int:
         """Tokens generated, those of an earlier attempt included."""
-        return self.num_tokens - len(self.prompt)
+        return self.num_tokens - len(self.prompt) if self.num_tokens else len(self.generated)
 
     @property
     def order(self) -> tuple[int, int]:

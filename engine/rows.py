@@ -69,7 +69,9 @@ class Rows:
         self.num_blocks[row] = 0
         self.append_blocks(row, blocks)
         self.seed[row] = sampling.seed % 2**64
-        self.temperature[row] = sampling.temperature
+        # Dividing by less would overflow; and the likeliest alone is greedy, even where two are equal.
+        greedy = sampling.temperature < 1e-5 or sampling.top_k == 1
+        self.temperature[row] = 0 if greedy else sampling.temperature
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p

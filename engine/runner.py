@@ -201,19 +201,24 @@ class Runner:
         """Capture decode steps of these sizes on a GPU: forward and sampling apart, for every slot."""
         lane = self.lanes.compute
         assert isinstance(lane, CudaLane), "graphs need CUDA streams"
-        graphs, self._buckets = Graphs(lane), sorted(sizes)
-        largest = self._buckets[-1]
+        self._capture_all(Graphs(lane), sorted(sizes), progress)
+        torch.cuda.synchronize()
+
+    def _capture_all(
+        self, graphs: Graphs, sizes: list[int], progress: Callable[[str], None] = lambda _: None
+    ) -> None:
         with torch.inference_mode():
-            self.slots[0].make_scratch(largest)
+            self.slots[0].make_scratch(sizes[-1])
             # Logits cross from one graph to the next, outside their memory pool.
-            logits = torch.zeros_like(self._forward(self.slots[0], self._decode_shape(largest, True, False)))
-            for bucket in reversed(self._buckets):  # largest first, so that smaller ones reuse its memory
+            logits = torch.zeros_like(
+                self._forward(self.slots[0], self._decode_shape(sizes[-1], True, False))
+            )
+            for bucket in reversed(sizes):  # largest first, so that smaller ones reuse its memory
                 progress(f"capturing decode steps of {bucket} requests")
                 for i, slot in enumerate(self.slots):
                     slot.make_scratch(bucket)
                     self._capture_step(graphs, i, bucket, logits[:bucket])
-        torch.cuda.synchronize()
-        self._graphs = graphs
+        self._graphs, self._buckets = graphs, sizes
 
     def _capture_step(self, graphs: Graphs, i: int, bucket: int, logits: torch.Tensor) -> None:
         slot = self.slots[i]

@@ -81,6 +81,10 @@ class Scheduler:
     def check_request(self, request: Request) -> None:
         """Raise `RequestError` naming the field for a request that can never be served."""
         sampling, n = request.sampling, request.num_prompt
+        if request.num_tokens or request.state is not State.WAITING:
+            raise RequestError("the request was submitted before; make a new one", "id")
+        if not isinstance(request.priority, int):
+            raise RequestError(f"priority must be an integer, got {request.priority!r}", "priority")
         if n == 0:
             raise RequestError("the prompt is empty", "prompt")
         if n >= self.context_length:
@@ -218,8 +222,9 @@ class Scheduler:
         request.state = State.RUNNING
         insort(self.running, request, key=lambda r: r.order)
         self.counters.cached_tokens += len(shared) * size
-        if known == request.num_prompt + len(request.generated):
+        if not request.admissions:
             request.num_cached = min(len(shared) * size, request.num_prompt)
+        request.admissions += 1
         return row
 
     def _make_plan(self, decodes: Int32s, chunks: list[tuple[int, int]]) -> StepPlan:

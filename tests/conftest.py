@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("stepahead")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_tests = [item for item in items if "gpu" in item.keywords]
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
     import torch  # only here: the host half's tests run without it

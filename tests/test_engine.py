@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -223,6 +224,108 @@ def test_leaving_aborts_and_frees_everything() -> None:
     run(test())
 
 
+def test_leaving_early_computes_no_further() -> None:
+    async def test() -> None:
+        async with running(config()) as engine:
+            async for _ in engine.generate(request("long", [1, 2, 3], 90)):
+                break
+            await settled(engine, lambda: not engine.stats().running)
+            assert engine.stats().finished == {"abort": 1}
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"generated": [2**40]}, "generated"),
+        ({"generated": [160]}, "generated"),
+        ({"generated": [1.5]}, "generated"),
+        ({"prompt": [1, float("nan")]}, "prompt"),
+        ({"prompt": [True, False]}, "prompt"),
+        ({"priority": "high"}, "priority"),
+    ],
+)
+def test_what_would_break_a_step_is_refused(changes: dict[str, Any], field: str) -> None:
+    async def test() -> None:
+        async with running(config()) as engine:
+            asked = request("bad", changes.get("prompt", [1, 2]))
+            for name, value in changes.items():
+                setattr(asked, name, value)
+            with pytest.raises(RequestError) as refused:
+                engine.submit(asked, lambda _: None)
+            assert refused.value.field == field
+            assert engine.healthy
+
+    run(test())
+
+
+def test_a_request_that_cannot_be_added_harms_nobody_else() -> None:
+    """vllm#30142."""
+    (prompt, wanted), *_ = reference_texts("llama", LENGTHS, NEW)
+
+    async def test() -> None:
+        async with running(config()) as engine:
+            add = engine._scheduler.add
+
+            def failing(each: Request) -> None:
+                if each.id == "bad":
+                    raise AssertionError("a bug")
+                add(each)
+
+            engine._scheduler.add = failing  # type: ignore[method-assign]
+            good = asyncio.create_task(tokens_of(engine, request("good", prompt)))
+            outputs = [output async for output in engine.generate(request("bad", [1, 2]))]
+            assert [each.finish_reason for each in outputs] == [FinishReason.ERROR]
+            assert await good == wanted
+            assert engine.healthy
+
+    run(test())
+
+
+def test_a_request_is_used_once() -> None:
+    async def test() -> None:
+        async with running(config()) as engine:
+            asked = request("a", [1, 2], 3)
+            await tokens_of(engine, asked)
+            with pytest.raises(RequestError, match="before"):
+                engine.submit(asked, lambda _: None)
+            assert len(await tokens_of(engine, request("a", [1, 2], 3))) == 3  # the id is free again
+
+    run(test())
+
+
+def test_an_engine_starts_once_and_a_stop_meanwhile_counts() -> None:
+    async def test() -> None:
+        engine = AsyncEngine(config())
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        await engine.stop()
+        await starting
+        with pytest.raises(EngineUnavailable):
+            engine.submit(request("a", [1], 1), lambda _: None)
+        with pytest.raises(RuntimeError, match="once"):
+            await engine.start()
+        assert not engine.healthy
+
+    run(test())
+
+
+def test_a_cancelled_start_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        engine = AsyncEngine(config())
+        starting = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await engine.stop()
+        assert not engine.healthy
+        assert not [t.name for t in threading.enumerate() if t.name.startswith(("lane-", "engine"))]
+
+    run(test())
+
+
 def test_an_abort_acts_within_three_steps() -> None:
     async def test() -> None:
         async with running(config()) as engine:
@@ -305,9 +408,11 @@ def test_a_device_failure_ends_every_request_with_an_error() -> None:
             assert "the device is gone" in (output.error or "")
         assert not engine.healthy
         assert "the device is gone" in (engine.failure or "")
+        assert engine.stats().finished == {"error": 3}
         with pytest.raises(EngineUnavailable, match="the device is gone"):
             engine.submit(request("late", [1], 1), lambda _: None)
         await engine.stop()
+        assert not [t.name for t in threading.enumerate() if t.name.startswith(("lane-", "engine"))]
 
     run(test())
 

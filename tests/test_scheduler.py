@@ -129,7 +129,9 @@ requests = st.builds(
     salt=st.sampled_from([b"", b"", b"a"]),
 )
 events = st.lists(
-    st.one_of(requests, st.integers(0, 30), st.just("step"), st.just("step"), st.just("step")),
+    st.one_of(
+        requests, st.integers(0, 30), st.just("reply"), st.just("step"), st.just("step"), st.just("step")
+    ),
     max_size=60,
 )
 
@@ -142,6 +144,12 @@ def play(bench: Bench, trace: list[Request | int | str]) -> None:
         elif isinstance(event, int):
             if sent:
                 bench.abort(sent[event % len(sent)])
+        elif event == "reply":
+            ended = [each for each in sent if each in bench.ended and each.num_tokens < 30]
+            if ended:  # the next turn of a conversation: a prompt that its blocks hold, answer included
+                before = ended[-1]
+                prompt = [*before.prompt, *bench.outputs[before], 1]
+                sent.append(bench.add(make(prompt, 8, seed=len(sent), cache_salt=before.cache_salt)))
         else:
             bench.step()
     bench.run()
@@ -251,6 +259,29 @@ def test_full_prefix_hit_still_computes_one_token() -> None:
     bench.run()
     assert bench.outputs[first] == bench.outputs[again]
     assert again.num_cached == 4
+    bench.expect_reference()
+
+
+def test_a_block_is_shareable_only_once_its_last_position_is_computed() -> None:
+    """The last token of an answer is never computed: a block that ends with it must not be shared."""
+    bench = Bench()
+    first = bench.add(make([1, 2, 3, 4, 5], 3))
+    bench.run()
+    reply = bench.add(make([*first.prompt, *bench.outputs[first], 1], 3))
+    bench.run()
+    assert reply.num_cached == 4
+    bench.expect_reference()
+
+
+def test_cached_tokens_count_what_others_computed_and_not_what_it_lost_itself() -> None:
+    bench = Bench(num_blocks=40)
+    request = bench.add(make([1] * 30, 4))
+    bench.step()
+    bench.step()
+    bench.scheduler._preempt(request)
+    bench.run()
+    assert request.admissions == 2
+    assert request.num_cached == 0
     bench.expect_reference()
 
 
