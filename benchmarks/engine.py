@@ -160,7 +160,9 @@ async def run_engine(
     blocks = engine._scheduler.counts().total
     if profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            await asyncio.gather(*(generate(f"profile-{i}", p, min(output, 33)) for i, p in enumerate(prompts)))
+            await asyncio.gather(
+                *(generate(f"profile-{i}", p, min(output, 33)) for i, p in enumerate(prompts))
+            )
         table = profiler.key_averages().table(
             sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=100
         )

@@ -68,12 +68,33 @@ def page(lines: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def cpu_page(lines: list[dict[str, Any]]) -> str:
+    first = lines[0]
+    text = [
+        "# The demo model on a CPU",
+        "",
+        f"Made by `python -m benchmarks.report` from the lines beside it, which `python -m benchmarks.cpu "
+        f"--output {first['output']} --rounds {first['rounds']}` wrote: float32, greedy, {first['threads']} "
+        "threads, the same tokens from all, rounds that alternate between the systems. Other work ran on the "
+        "machine's two cores: compare within a row of rounds, not between machines.",
+        "",
+        "| date | requests | system | tokens/s, median (least to most) | stepahead is |",
+        "|---|---|---|---|---|",
+    ]
+    for x in lines:
+        speed = f"{x['output_tokens_per_s']:.1f} ({x['min']:.1f} to {x['max']:.1f})"
+        ratio = "" if x["system"] == "stepahead" else f"{x['stepahead_is_times_faster']:.2f} times as fast"
+        text.append(f"| {x['date']} | {x['requests']} | {x['system']} | {speed} | {ratio} |")
+    text += ["", f"torch {first['torch']}, transformers {first['transformers']}.", ""]
+    return "\n".join(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     results: Path = parser.parse_args().results
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    results.with_suffix(".md").write_text(page(lines))
+    results.with_suffix(".md").write_text((cpu_page if "system" in lines[0] else page)(lines))
 
 
 if __name__ == "__main__":
