@@ -273,7 +273,7 @@ def test_a_request_that_cannot_be_added_harms_nobody_else() -> None:
                     raise AssertionError("a bug")
                 add(each)
 
-            engine._scheduler.add = failing  # type: ignore[method-assign]
+            engine._scheduler.add = failing  # type: ignore[method-assign, assignment]
             good = asyncio.create_task(tokens_of(engine, request("good", prompt)))
             outputs = [output async for output in engine.generate(request("bad", [1, 2]))]
             assert [each.finish_reason for each in outputs] == [FinishReason.ERROR]
