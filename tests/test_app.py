@@ -85,6 +85,7 @@ def cluster() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
         yield ray.get_runtime_context().gcs_address
+        serve.shutdown()  # type: ignore[no-untyped-call]  # else this process keeps a dead controller's handle
         ray.shutdown()
 
 

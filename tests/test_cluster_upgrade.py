@@ -27,7 +27,7 @@ from cluster.serve import Application, HttpOptions, ServeConfig
 from deployments.settings import Settings
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,  # two generations of replicas, in two minutes of a quiet machine
     # Ray leaves its log files and its pipes to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
