@@ -75,7 +75,7 @@ def cpu_page(lines: list[dict[str, Any]]) -> str:
         "",
         f"Made by `python -m benchmarks.report` from the lines beside it, which `python -m benchmarks.cpu "
         f"--output {first['output']} --rounds {first['rounds']}` wrote: float32, greedy, {first['threads']} "
-        "threads, the same tokens from all, rounds that alternate between the systems: compare within one run.",
+        "threads, the same tokens from all, rounds that alternate between the systems: compare within a run.",
         "",
         "| date | requests | system | tokens/s, median (least to most) | stepahead is |",
         "|---|---|---|---|---|",
