@@ -49,6 +49,3 @@ class Graphs:
     def replay(self, name: Hashable) -> None:
         """Launch a graph on the current stream. Raises `KeyError` if none was captured under that name."""
         self._graphs[name].replay()
-
-    def __contains__(self, name: Hashable) -> bool:
-        return name in self._graphs

@@ -311,7 +311,7 @@ class Scheduler:
             else:
                 self.counters.wasted_tokens += 1
         if self.cache.prefix_caching:
-            self._register(step)
+            self._register(step.rows[alive], step.ends[alive] // self.block_size)
         for output in outputs:
             if output.finish_reason is not None:
                 self._release(output.request, output.finish_reason)
@@ -329,11 +329,9 @@ class Scheduler:
             reason = FinishReason.LENGTH
         return Output(request, position, (token,), reason)
 
-    def _register(self, step: _InFlight) -> None:
-        """Offer the blocks that this step filled to the prefix cache: now they are computed."""
-        r, size = self.rows, self.block_size
-        alive = r.generation[step.rows] == step.generations
-        rows, full = step.rows[alive], step.ends[alive] // size
+    def _register(self, rows: Int32s, full: Int32s) -> None:
+        """Offer the first `full` blocks of each row to the prefix cache: now they are computed."""
+        r = self.rows
         due = full > r.registered[rows]
         for row, n in zip(rows[due].tolist(), full[due].tolist(), strict=True):
             request = r.requests[row]
