@@ -34,6 +34,8 @@ class EngineStats:
 
     running: int
     waiting: int
+    prefill_tokens: int
+    """Of running and waiting requests, known and not computed yet."""
     rows_free: int
     blocks_free: int
     blocks_cached: int
@@ -173,6 +175,7 @@ class AsyncEngine:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            prefill_tokens=scheduler.prefill_tokens,
             rows_free=scheduler.rows.num_free,
             blocks_free=blocks.free,
             blocks_cached=blocks.cached,

@@ -94,7 +94,7 @@ class Rows:
         self._free.append(row)
         blocks = self.owned_blocks(row)
         self.blocks[row, : len(blocks)] = 0
-        self.num_blocks[row] = 0
+        self.num_blocks[row] = self.known[row] = self.scheduled[row] = 0
         return blocks
 
     def owned_blocks(self, row: int) -> list[int]:

@@ -72,6 +72,7 @@ class Scheduler:
         self.rows = Rows(max_running_requests, -(-self.context_length // block_size))
         self.running: list[Request] = []  # sorted by Request.order, like waiting
         self.waiting: list[Request] = []
+        self.waiting_tokens = 0  # known tokens of those in `waiting`
         self.counters = SchedulerCounters()
         self._in_flight: deque[_InFlight] = deque()
         self._steps = 0
@@ -117,6 +118,7 @@ class Scheduler:
         request.tokens = np.empty(request.limit, np.int32)
         request.tokens[: len(known)] = known
         insort(self.waiting, request, key=lambda r: r.order)
+        self.waiting_tokens += request.num_tokens
         self.counters.admitted += 1
 
     def abort(
@@ -130,6 +132,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of running and waiting requests that no step has computed; one that decodes has none."""
+        rows = self.rows
+        rest = rows.known - rows.scheduled
+        return self.waiting_tokens + int(rest[rest > 1].sum())
 
     @property
     def num_in_flight(self) -> int:
@@ -179,6 +188,7 @@ class Scheduler:
         self._give_back(request)
         request.state = State.WAITING
         insort(self.waiting, request, key=lambda r: r.order)
+        self.waiting_tokens += request.num_tokens
         self.counters.preemptions += 1
 
     def _choose_chunks(self, budget: int) -> list[tuple[int, int]]:
@@ -217,6 +227,7 @@ class Scheduler:
         self.cache.share(shared)
         blocks = shared + self.cache.allocate(needed)
         self.waiting.pop(0)
+        self.waiting_tokens -= request.num_tokens
         row = self.rows.take(request, blocks, len(shared) * size)
         self.rows.registered[row] = len(shared)
         request.state = State.RUNNING
@@ -307,6 +318,7 @@ class Scheduler:
             request = step.requests[i]
             if request.state is State.WAITING and request.late:  # preempted meanwhile
                 request.late -= 1
+                self.waiting_tokens += 1
                 outputs.append(self._append(request, int(result.tokens[i])))
             else:
                 self.counters.wasted_tokens += 1
@@ -349,6 +361,7 @@ class Scheduler:
             self._give_back(request)
         else:
             self.waiting.remove(request)
+            self.waiting_tokens -= request.num_tokens
         request.state = State.FINISHED
         request.finish_reason = reason
         self.counters.finished[reason] += 1
@@ -370,6 +383,9 @@ class Scheduler:
         assert all(r.requests[request.row] is request for request in self.running)
         assert r.num_free + len(self.running) == r.capacity, "a row is lost"
         assert all(request.row == 0 for request in self.waiting), "a waiting request has a row"
+        assert self.waiting_tokens == sum(request.num_tokens for request in self.waiting)
+        rest = [r.known[q.row] - r.scheduled[q.row] for q in self.running]
+        assert self.prefill_tokens == self.waiting_tokens + sum(n for n in rest if n > 1)
         live = [request.row for request in self.running]
         assert (r.in_flight[live] >= 0).all()
         assert (r.known[live] + r.in_flight[live] <= r.limit[live]).all(), "computed past a limit"
