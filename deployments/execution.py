@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from deployments.load import LoadMeter
 from deployments.submission import Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
 from engine.request import EngineUnavailable, Output, QueueFull, Request, RequestError
+
+if TYPE_CHECKING:
+    from engine.engine import EngineStats  # imports torch
 
 
 class Engine(Protocol):
@@ -19,13 +23,16 @@ class Engine(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     def submit(self, request: Request, sink: Callable[[Output], None]) -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def stats(self) -> EngineStats: ...
 
 
 class Executor:
-    """One per replica; all on one event loop."""
+    """One per replica, which Ray Serve calls `name`; all on one event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
+        self._name = name
+        self._load = LoadMeter(engine.stats)
         self._tapes: dict[Address, asyncio.Task[Tape]] = {}
 
     async def run(self, submission: Submission) -> Refusal | None:
@@ -90,7 +97,7 @@ class Executor:
             self._tapes.pop(address, None)
 
         try:
-            return await Tape.connect(address, abort, closed)
+            return await Tape.connect(address, self._name, self._load.read, abort, closed)
         except TapeLost:
             closed()
             raise

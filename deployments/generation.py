@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import TypeAlias
 
+from deployments.load import Load
 from deployments.submission import Refusal, Submission
 from deployments.tape import Address, Record, TapeListener
 from engine.request import FinishReason, SamplingParams
@@ -78,14 +79,17 @@ class Generation:
 
 
 class Dispatcher:
-    """The generations of one Router, and its end of the tapes they come on."""
+    """The generations of one Router, and its end of the tapes they come on.
 
-    def __init__(self, submit: Submit) -> None:
+    `observe` is called with the name and the load of a replica, whenever that is heard of.
+    """
+
+    def __init__(self, submit: Submit, observe: Callable[[str, Load], None] = lambda *_: None) -> None:
         self._submit = submit
         self._requests = count()
         self._running: dict[int, tuple[Generation, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = TapeListener(self._deliver)
+        self._listener = TapeListener(self._deliver, observe)
         self._tape: Address | None = None
 
     async def open(self, host: str) -> None:

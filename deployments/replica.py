@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+from ray import serve
+
 from deployments import demo_model
 from deployments.execution import Executor
 from deployments.submission import Refusal, Submission
@@ -22,7 +24,7 @@ class EngineReplica:
             threads = len(os.sched_getaffinity(0))
         self._engine = AsyncEngine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
-        self._executor = Executor(self._engine)
+        self._executor = Executor(self._engine, serve.get_replica_context().replica_id.unique_id)
 
     async def submit(self, submission: Submission) -> Refusal | None:
         """Run one attempt at a sequence; its tokens go on the tape of the Router that sent it.

@@ -7,7 +7,10 @@ the next one. The answer names the requests that nobody waits for any more, so a
 was lost elsewhere still takes effect at the next token. Order is TCP's; a lost peer is a closed
 connection.
 
-A frame is a big-endian uint32 length and as many bytes of MessagePack.
+Every frame of a replica tells its load, too.
+
+A frame is a big-endian uint32 length and as many bytes of MessagePack; the first one is the
+Router's secret and the name of the replica, and no MessagePack.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
+from deployments.load import Load
 from engine.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ Key: TypeAlias = tuple[int, int]
 """(request, attempt): the Router counts both."""
 
 _LENGTH = struct.Struct("!I")
-_MAX_HELLO = 64  # bytes that a peer may send before it has shown that it belongs here
+_MAX_HELLO = 256  # bytes that a peer may send before it has shown that it belongs here
 _CONNECT_TIMEOUT = 10.0  # seconds
 
 
@@ -68,6 +72,13 @@ class Record(msgspec.Struct, array_like=True):
     @property
     def key(self) -> Key:
         return self.request, self.attempt
+
+
+class Frame(msgspec.Struct, array_like=True):
+    """What a replica sends: one step, or several that have merged."""
+
+    load: Load
+    records: list[Record]
 
 
 def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
@@ -138,8 +149,11 @@ class _Connection(asyncio.Protocol):
 class Tape(_Connection):
     """A replica's end. All methods are called on the loop that made it."""
 
-    def __init__(self, abort: Callable[[Key], None], closed: Callable[[], None]) -> None:
+    def __init__(
+        self, load: Callable[[], Load], abort: Callable[[Key], None], closed: Callable[[], None]
+    ) -> None:
         super().__init__()
+        self._load = load
         self._abort = abort
         self._closed = closed
         self._encode = msgspec.msgpack.Encoder().encode
@@ -152,10 +166,16 @@ class Tape(_Connection):
 
     @classmethod
     async def connect(
-        cls, address: Address, abort: Callable[[Key], None], closed: Callable[[], None]
+        cls,
+        address: Address,
+        replica: str,
+        load: Callable[[], Load],
+        abort: Callable[[Key], None],
+        closed: Callable[[], None],
     ) -> Tape:
         """Open the tape to a Router.
 
+        `replica` is how Ray Serve names this replica, `load` is asked for every frame.
         `abort` is called with each request that the Router does not want any more, `closed` once
         when the tape is lost.
         Raises `TapeLost` where there is no Router at `address`.
@@ -164,14 +184,14 @@ class Tape(_Connection):
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
                 _, tape = await loop.create_connection(
-                    lambda: cls(abort, closed),
+                    lambda: cls(load, abort, closed),
                     address.host,
                     address.port,
                     ssl=_tls(ssl.Purpose.SERVER_AUTH),
                 )
         except OSError as error:  # TimeoutError is one
             raise TapeLost(f"no Router at {address.host}:{address.port}") from error
-        tape.send(address.secret)
+        tape.send(address.secret + replica.encode())
         return tape
 
     async def delivery(self, key: Key) -> None:
@@ -208,7 +228,7 @@ class Tape(_Connection):
         records = list(self._pending.values())
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
-        self.send(self._encode(records))
+        self.send(self._encode(Frame(self._load(), records)))
 
     def frame_received(self, payload: bytes) -> None:
         unwanted = self._decode(payload)
@@ -234,11 +254,13 @@ class TapeListener:
     """A Router's end of all its tapes.
 
     `deliver` is called with each record, in order; False means that nobody waits for it, and the
-    replica is told to stop that request.
+    replica is told to stop that request. `observe` is called with the name and the load of a
+    replica, before the records of the same frame are delivered.
     """
 
-    def __init__(self, deliver: Callable[[Record], bool]) -> None:
+    def __init__(self, deliver: Callable[[Record], bool], observe: Callable[[str, Load], None]) -> None:
         self._deliver = deliver
+        self._observe = observe
         self._connections: set[_Reader] = set()
         self._server: asyncio.Server | None = None
         self._secret = secrets.token_bytes(32)
@@ -265,8 +287,8 @@ class _Reader(_Connection):
         super().__init__()
         self._listener = listener
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(list[Record]).decode
-        self._trusted = False
+        self._decode = msgspec.msgpack.Decoder(Frame).decode
+        self._replica: str | None = None  # until it has shown the secret
         self.max_frame = _MAX_HELLO
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -277,17 +299,18 @@ class _Reader(_Connection):
         self._listener._connections.discard(self)
 
     def frame_received(self, payload: bytes) -> None:
-        if not self._trusted:
-            if not hmac.compare_digest(payload, self._listener._secret):
+        if self._replica is None:
+            secret = self._listener._secret
+            if not hmac.compare_digest(payload[: len(secret)], secret):
                 logger.warning("closed a tape: its secret is not ours")
                 return self.close()
-            self._trusted = True
+            self._replica = payload[len(secret) :].decode(errors="replace")
             self.max_frame = 2**32
             return
+        frame = self._decode(payload)
+        self._listener._observe(self._replica, frame.load)
         deliver = self._listener._deliver
         unwanted = [
-            record.key
-            for record in self._decode(payload)
-            if not deliver(record) and record.finish_reason is None
+            record.key for record in frame.records if not deliver(record) and record.finish_reason is None
         ]
         self.send(self._encode(unwanted))

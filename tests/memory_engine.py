@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
+from engine.engine import EngineStats
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 
 VOCABULARY = 94
@@ -62,6 +64,10 @@ class MemoryEngine:
             if reason is not None:
                 del self.running[id]
             sink(Output(request, len(output) - 1, (token,), reason))
+
+    def stats(self) -> EngineStats:
+        none: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"finished": {}}
+        return EngineStats(**none | {"running": len(self.running)})
 
     def fail(self, why: str) -> None:
         self.failure = why

@@ -46,7 +46,7 @@ class Server:
 
     def __init__(self, tokenizer: Tokenizer, engine: MemoryEngine, **limits: Any) -> None:
         self.engine = engine
-        self.dispatcher = Dispatcher(Executor(engine).run)
+        self.dispatcher = Dispatcher(Executor(engine, "r1").run)
         self.healthy = True
         app = Api("demo", tokenizer, self.dispatcher, self.check_health, **limits).app()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -28,7 +28,7 @@ class Cluster:
     calls: list[asyncio.Task[Refusal | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.executors = [Executor(engine) for engine in self.engines]
+        self.executors = [Executor(engine, "r1") for engine in self.engines]
 
     async def submit(self, submission: Submission) -> Refusal | None:
         executor = self.executors[len(self.submissions) % len(self.executors)]

@@ -16,10 +16,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from deployments.tape import Address, Key, Record, Tape, TapeListener, TapeLost
+from deployments.load import Load
+from deployments.tape import Address, Frame, Key, Record, Tape, TapeListener, TapeLost
 from engine.request import FinishReason
 
 HOST = "127.0.0.1"
+LOAD = Load(100, 2, 1, 50, 12.5)
 
 
 class Peer:
@@ -34,7 +36,9 @@ class Peer:
         return await self.reader.readexactly(length)
 
     async def records(self) -> list[Record]:
-        return msgspec.msgpack.decode(await self.receive(), type=list[Record])
+        frame = msgspec.msgpack.decode(await self.receive(), type=Frame)
+        assert frame.load == LOAD
+        return frame.records
 
     def send(self, payload: bytes) -> None:
         self.writer.write(struct.pack("!I", len(payload)) + payload)
@@ -56,9 +60,9 @@ async def router() -> AsyncIterator[tuple[Tape, Peer, list[Key]]]:
     aborts: list[Key] = []
     server = await asyncio.start_server(lambda r, w: peers.put_nowait(Peer(r, w)), HOST, 0)
     address = Address("r", HOST, server.sockets[0].getsockname()[1], b"secret")
-    tape = await Tape.connect(address, aborts.append, lambda: None)
+    tape = await Tape.connect(address, "r1", lambda: LOAD, aborts.append, lambda: None)
     peer = await peers.get()
-    assert await peer.receive() == b"secret"
+    assert await peer.receive() == b"secret" + b"r1"
     try:
         yield tape, peer, aborts
     finally:
@@ -75,7 +79,10 @@ async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Add
         got.put_nowait(record)
         return wanted
 
-    listener = TapeListener(deliver)
+    def observe(replica: str, load: Load) -> None:
+        assert (replica, load) == ("r1", LOAD)
+
+    listener = TapeListener(deliver, observe)
     try:
         yield listener, await listener.start(HOST), got
     finally:
@@ -192,7 +199,7 @@ def ray_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_it_is_encrypted_where_ray_is(ray_tls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with listener() as (_, address, got):
-        tape = await Tape.connect(address, lambda key: None, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
         done = follow(tape, 0)
         tape.put(Record(0, 0, 0, list(range(1_000_000)), FinishReason.STOP))
         await done
@@ -201,7 +208,7 @@ async def test_it_is_encrypted_where_ray_is(ray_tls: None, monkeypatch: pytest.M
         monkeypatch.delenv("RAY_USE_TLS")
         plain = await dial(address)
         plain.send(address.secret)
-        plain.send(msgspec.msgpack.encode([Record(0, 0, 0, [1])]))
+        plain.send(msgspec.msgpack.encode(Frame(LOAD, [Record(0, 0, 0, [1])])))
         assert await plain.reader.read(1) in (b"", b"\x15")  # no answer, but for TLS's alert
         plain.writer.close()
         assert got.empty()
@@ -211,12 +218,12 @@ async def test_no_router() -> None:
     async with listener() as (_, address, _):
         pass
     with pytest.raises(TapeLost, match=str(address.port)):
-        await Tape.connect(address, lambda key: None, lambda: None)
+        await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
 
 
 async def test_records_arrive_in_order_and_are_answered() -> None:
     async with listener() as (_, address, got):
-        tape = await Tape.connect(address, lambda key: None, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
         done = follow(tape, 0)
         for position in range(100):
             last = FinishReason.LENGTH if position == 99 else None
@@ -232,7 +239,7 @@ async def test_records_arrive_in_order_and_are_answered() -> None:
 async def test_records_that_nobody_wants_are_answered_by_an_abort_once() -> None:
     async with listener(wanted=False) as (_, address, got):
         aborts: asyncio.Queue[Key] = asyncio.Queue()
-        tape = await Tape.connect(address, aborts.put_nowait, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda: LOAD, aborts.put_nowait, lambda: None)
         tape.put(Record(7, 1, 0, [1]))
         assert await aborts.get() == (7, 1)
         done = follow(tape, 7, 1)
@@ -244,12 +251,14 @@ async def test_records_that_nobody_wants_are_answered_by_an_abort_once() -> None
         tape.close()
 
 
-@pytest.mark.parametrize("hello", [b"wrong", b"", b"x" * 65, msgspec.msgpack.encode([Record(0, 0, 0, [1])])])
+@pytest.mark.parametrize(
+    "hello", [b"wrong", b"", b"x" * 65, msgspec.msgpack.encode(Frame(LOAD, [Record(0, 0, 0, [1])]))]
+)
 async def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
     async with listener() as (_, address, got):
         peer = await dial(address)
         peer.send(hello)
-        peer.send(msgspec.msgpack.encode([Record(0, 0, 0, [1])]))
+        peer.send(msgspec.msgpack.encode(Frame(LOAD, [Record(0, 0, 0, [1])])))
         assert await peer.closed_by_other_end()
         assert got.empty()
         peer.writer.close()
@@ -257,7 +266,7 @@ async def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
 
 async def test_garbage_closes_a_tape_and_no_other() -> None:
     async with listener() as (_, address, got):
-        tape = await Tape.connect(address, lambda key: None, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
         peer = await dial(address)
         peer.send(address.secret)
         peer.send(b"\xc1")
@@ -273,7 +282,7 @@ async def test_garbage_closes_a_tape_and_no_other() -> None:
 async def test_closing_the_listener_ends_its_tapes() -> None:
     async with listener() as (end, address, _):
         closed = asyncio.Event()
-        tape = await Tape.connect(address, lambda key: None, closed.set)
+        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, closed.set)
         done = follow(tape, 0)
         await end.close()
         with pytest.raises(TapeLost):

@@ -1,0 +1,67 @@
+"""How much a replica has to do: it goes with every frame of a tape, so Routers choose by what is true now."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from engine.engine import EngineStats  # imports torch, which a Router does without
+
+SMOOTHING = 2.0
+"""Seconds of work after which a change of speed is known to about two thirds."""
+
+_SHORTEST = 0.05  # seconds; a speed over less is noise
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """One replica at one moment."""
+
+    prefill_tokens: int
+    """Of running and waiting requests, left to compute before each of them decodes."""
+    running: int
+    """Requests that have a row: computed in every step."""
+    waiting: int
+    """Requests that have none yet."""
+    free_blocks: int
+    """Blocks of the cache for new requests, those included that are only kept for their prefix."""
+    tokens_per_s: float
+    """Prompt and output tokens computed per second while there was work; 0 as long as that is not known."""
+
+
+class LoadMeter:
+    """Reads the load of an engine, and how fast it works."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+        self._time = 0.0
+        self._tokens = 0
+        self._busy = False
+        self._speed = 0.0
+
+    def read(self) -> Load:
+        stats = self._stats()
+        self._measure(stats.prompt_tokens + stats.output_tokens, bool(stats.running or stats.waiting))
+        return Load(
+            stats.prefill_tokens,
+            stats.running,
+            stats.waiting,
+            stats.blocks_free + stats.blocks_cached,
+            self._speed,
+        )
+
+    def _measure(self, tokens: int, busy: bool) -> None:
+        now = time.monotonic()
+        seconds = now - self._time
+        if self._busy and seconds < _SHORTEST:
+            if busy:
+                return
+        elif self._busy:
+            speed = (tokens - self._tokens) / seconds
+            weight = 1 - math.exp(-seconds / SMOOTHING) if self._speed else 1
+            self._speed += weight * (speed - self._speed)
+        self._time, self._tokens, self._busy = now, tokens, busy
