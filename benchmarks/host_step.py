@@ -69,7 +69,7 @@ def measure(requests: int, steps: int, prompt: int = 256) -> dict[str, Any]:
     runner = Runner(
         NoModel(),
         [LayerCache(empty, empty)],
-        Lanes(lane, lane, lane, ThreadEvent, lambda: None),
+        Lanes(lane, lane, lane, ThreadEvent, lambda: None, ThreadEvent),
         torch.device("cpu"),
         max_tokens=requests * prompt,
         max_sequences=requests,

@@ -9,10 +9,12 @@ not block.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +26,13 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the recorded point is reached. Raises what failed in the lane."""
+
+
+class Timer(Event, Protocol):
+    """An event that also notes when it was reached."""
+
+    def elapsed_time(self, later: Any) -> float:
+        """Milliseconds from this point to a later one of the same device, both reached."""
 
 
 class Lane(Protocol):
@@ -46,6 +55,7 @@ class Lanes:
     d2h: Lane
     new_event: Callable[[], Event]
     close: Callable[[], None]
+    new_timer: Callable[[], Timer]
 
 
 class CudaLane:
@@ -71,6 +81,7 @@ class _Point:
     def __init__(self) -> None:
         self.reached = threading.Event()
         self.failure: BaseException | None = None
+        self.time = 0.0
 
 
 class ThreadEvent:
@@ -82,6 +93,9 @@ class ThreadEvent:
         self.point.reached.wait()
         if self.point.failure is not None:
             raise self.point.failure
+
+    def elapsed_time(self, later: ThreadEvent) -> float:
+        return (later.point.time - self.point.time) * 1e3
 
 
 class ThreadLane:
@@ -113,6 +127,7 @@ class ThreadLane:
 
         def reach() -> None:
             point.failure = self._failure
+            point.time = time.perf_counter()
             point.reached.set()
 
         self._queue.put(reach)
@@ -137,11 +152,12 @@ def make_lanes(device: torch.device) -> Lanes:
     """Three lanes for the device: CUDA streams on a GPU, worker threads on a CPU."""
     if device.type == "cuda":
         h2d, compute, d2h = (CudaLane(device) for _ in range(3))
-        return Lanes(h2d, compute, d2h, torch.cuda.Event, lambda: torch.cuda.synchronize(device))
+        timer = partial(torch.cuda.Event, enable_timing=True)
+        return Lanes(h2d, compute, d2h, torch.cuda.Event, lambda: torch.cuda.synchronize(device), timer)
     first, second, third = threads = [ThreadLane(name) for name in ("h2d", "compute", "d2h")]
 
     def close() -> None:
         for lane in threads:
             lane.close()
 
-    return Lanes(first, second, third, ThreadEvent, close)
+    return Lanes(first, second, third, ThreadEvent, close, ThreadEvent)

@@ -7,6 +7,7 @@ slot's pinned buffers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,20 @@ class StepPlan:
     """Some sequence uses top_k, top_p or min_p."""
 
 
+class StepTiming(NamedTuple):
+    """When one step was where. Seconds; the lanes' own clocks differ from the host's, so differences only."""
+
+    prepared: float
+    """When its inputs stood in the slot, by the host's `time.perf_counter`."""
+    gap: float
+    """From the end of the compute of the step before to the beginning of this one's; 0 for the first."""
+    ready: float
+    """How long before its compute its upload was through."""
+    compute: float
+    download: float
+    """From the end of its compute until its tokens were on the host."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What one step sampled."""
@@ -71,6 +86,7 @@ class StepResult:
     step: int
     tokens: npt.NDArray[np.int32]
     """[S], in the plan's order; meaningless where the plan's row is 0."""
+    timing: StepTiming | None = None
 
 
 def scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int) -> StepPlan:

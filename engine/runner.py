@@ -10,6 +10,7 @@ and written on the compute lane alone, so its order is all the ordering they nee
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from engine.lanes import CudaLane, Lanes
 from engine.plan import StepPlan, StepResult
 from engine.sampler import SamplingTensors, sample
 from engine.slots import Slot
+from engine.step_clock import Marks, StepClock
 
 
 class Model(Protocol):
@@ -90,7 +92,9 @@ class Runner:
         self.last_token = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
         self._block_size = caches[0].key.shape[1]
         self._free = deque(self.slots)
-        self._in_flight: deque[tuple[Slot, int, int]] = deque()  # slot, step, sequences
+        self._clock = StepClock(lanes, depth)
+        # Slot, step, sequences, and when it was prepared and is through.
+        self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
         self._graphs: Graphs | None = None
         self._buckets: list[int] = []
 
@@ -101,30 +105,35 @@ class Runner:
         slot, lanes = self._free.popleft(), self.lanes
         shape, compute = self._prepare(slot, plan)
         slot.fill(plan, shape.num_tokens, shape.num_sequences)
+        prepared, marks = time.perf_counter(), self._clock.take()
 
         lanes.h2d.run(slot.upload)
+        lanes.h2d.record(marks.uploaded)
         lanes.h2d.record(slot.h2d_done)
 
         lanes.compute.wait(slot.h2d_done)
+        lanes.compute.record(marks.begin)
         lanes.compute.run(compute)
+        lanes.compute.record(marks.end)
         lanes.compute.record(slot.compute_done)
 
         lanes.d2h.wait(slot.compute_done)
         lanes.d2h.run(slot.download)
+        lanes.d2h.record(marks.downloaded)
         lanes.d2h.record(slot.d2h_done)
 
-        self._in_flight.append((slot, plan.step, len(plan.sequences)))
+        self._in_flight.append((slot, plan.step, len(plan.sequences), prepared, marks))
 
     def collect(self) -> StepResult:
         """The result of the oldest step in flight: the only place where the host waits for the device.
 
         Raises what failed on a lane, if anything did.
         """
-        slot, step, n = self._in_flight[0]
+        slot, step, n, prepared, marks = self._in_flight[0]
         slot.d2h_done.synchronize()
         self._in_flight.popleft()
         self._free.append(slot)
-        return StepResult(step, slot.result(n))
+        return StepResult(step, slot.result(n), self._clock.read(marks, prepared))
 
     def close(self) -> None:
         self.lanes.close()

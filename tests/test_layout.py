@@ -36,6 +36,7 @@ PUBLIC_NAMES = {
         "TOKEN",
         "StepPlan",
         "StepResult",
+        "StepTiming",
         "scratch_plan",
     },
 }

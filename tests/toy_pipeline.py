@@ -180,7 +180,7 @@ class ChosenOrder:
 
     def lanes(self) -> Lanes:
         h2d, compute, d2h = self.all_lanes
-        return Lanes(h2d, compute, d2h, lambda: ChosenEvent(self), lambda: None)
+        return Lanes(h2d, compute, d2h, lambda: ChosenEvent(self), lambda: None, NoEvent)
 
     def pause(self) -> None:
         """A moment of the host's own work, in which any work of the lanes may run."""
@@ -244,4 +244,4 @@ def delayed_lanes(seed: int) -> Lanes:
         for lane in lanes:
             lane.close()
 
-    return Lanes(h2d, compute, d2h, ThreadEvent, close)
+    return Lanes(h2d, compute, d2h, ThreadEvent, close, ThreadEvent)
