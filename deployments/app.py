@@ -6,7 +6,7 @@ from typing import Any
 import ray
 import torch
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 
 from deployments.replica import EngineReplica
@@ -17,6 +17,9 @@ from engine.config import EngineConfig
 # No `from __future__ import annotations` here: Serve looks at the annotation of `args` to validate it.
 
 logger = logging.getLogger(__name__)
+
+ROUTER: Any = "deployments.routing.TokenRouter"
+"""Chooses an engine for each request. By its name, since Serve's processes import it themselves."""
 
 AUTOSCALING_TARGET = 0.3
 """Share of an engine's rows to be in use: full rows are slow ones, and a GPU node takes minutes to come.
@@ -32,6 +35,7 @@ def build(args: Settings) -> Application:
     engines = serve.deployment(
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if gpu else 0},
         max_ongoing_requests=engine_limit(config),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
         **_scale(args, config),

@@ -17,8 +17,8 @@ from deployments import demo_model
 from deployments.api import Api
 from deployments.api_keys import read_keys
 from deployments.generation import Dispatcher
-from deployments.load import Load
 from deployments.protocol import ApiError
+from deployments.routing import balancer_of, key_of
 from deployments.submission import Refusal, Submission
 from deployments.text import Tokenizer
 
@@ -45,8 +45,8 @@ class Router:
     ) -> None:
         keys = read_keys(Path(api_keys)) if api_keys else None
         self._engines = engines
-        self._loads: dict[str, Load] = {}
-        dispatcher = Dispatcher(self._submit, self._observe)
+        self._balancer = balancer_of(engines.deployment_id)
+        dispatcher = Dispatcher(self._submit, self._balancer.observe)
         await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         # Once the first engine has started. In an upgrade it may be an old one: what is set goes first.
         found: int = await engines.context_length.remote()
@@ -76,10 +76,8 @@ class Router:
         except Exception:
             logger.exception("request %d failed", submission.request)
             return Refusal("failed", "the server failed to answer")
-
-    def _observe(self, replica: str, load: Load) -> None:
-        """Called with every frame of every tape: the replica's `ReplicaID.unique_id`, and its load."""
-        self._loads[replica] = load
+        finally:
+            self._balancer.finished(key_of(submission))
 
     async def _check_engines(self) -> None:
         try:

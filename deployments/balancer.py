@@ -1,0 +1,242 @@
+"""Which replica a request goes to: the one that has the least to compute before it answers.
+
+A replica's score for a request is the tokens of its prompt that the replica would have to compute,
+plus a share of the work it has already, in tokens as well. What a replica has to do comes with each
+frame of its tape (`deployments/load.py`); what this Router sent since is added to it. Nothing here
+knows of Ray, so `benchmarks/routing_sim.py` simulates this very code.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.load import Load
+from deployments.prefix_index import PrefixIndex
+
+Tokens: TypeAlias = npt.NDArray[np.float64]
+"""One number of tokens for each replica."""
+
+Slots: TypeAlias = list[int] | npt.NDArray[np.intp]
+"""Indices of replicas."""
+
+LOAD_WEIGHT = 0.5
+"""What a token of work that a replica has already counts against a token of this prompt.
+
+Below 1, since a prefix found saves work for everybody, waiting elsewhere costs one request only.
+"""
+
+OUTPUT = 64
+"""Tokens of prompt that a request which is being answered is worth: its decode shares the steps."""
+
+SLACK = 64
+"""Scores no further apart than this many tokens are the same."""
+
+SETTLE = 0.02
+"""Seconds from a request's arrival on a replica until a frame is sure to count it."""
+
+STALE = 10.0
+"""Seconds after which the word of a replica that sends no frames is worth nothing."""
+
+SESSIONS = 1 << 16
+"""Sessions that are remembered, the least recent forgotten first."""
+
+
+def scores(prompt: int, load: Tokens, cached: Iterable[tuple[Slots, int]]) -> Tokens:
+    """Tokens that stand between a request and its first token, on each replica; lower is better.
+
+    `prompt` is its length, `load` the tokens that each replica has to do, and `cached` says which
+    replicas find how many tokens of the prompt in their cache.
+    """
+    score = prompt + LOAD_WEIGHT * load
+    for replicas, tokens in cached:
+        score[replicas] -= tokens
+    return score
+
+
+def lowest(score: Tokens, load: Tokens, rng: random.Random) -> int:
+    """The best replica; among equals, the less loaded of two taken at random, so that Routers disperse."""
+    best = np.flatnonzero(score <= score.min() + SLACK)
+    if len(best) == 1:
+        return int(best[0])
+    one, other = (int(best[int(rng.random() * len(best))]) for _ in range(2))
+    return one if load[one] <= load[other] else other
+
+
+@dataclass(slots=True)
+class _Placement:
+    replica: str
+    tokens: float
+    accepted: float | None = None
+
+
+class Balancer:
+    """All that one Router knows of the replicas of one deployment. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        identity: str = "",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        capacity: int = 1 << 17,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._prefixes = PrefixIndex(identity, capacity)
+        self._slots: dict[str, int] = {}
+        self._names: list[str | None] = []
+        self._unseen: dict[str, dict[Hashable, _Placement]] = {}  # not yet in what their replica reports
+        self._placements: dict[Hashable, _Placement] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._removed: list[Callable[[str], None]] = []
+        self._reported = self._speed = self._stamp = self._sent = np.zeros(0)
+
+    # Replicas
+
+    def set_replicas(self, names: Iterable[str]) -> None:
+        """These replicas take requests, and no others."""
+        wanted = set(names)
+        with self._lock:
+            removed = [name for name in self._slots if name not in wanted]
+            self._remove(removed)
+            for name in wanted - self._slots.keys():
+                self._add(name)
+        for name in removed:
+            for callback in self._removed:
+                callback(name)
+
+    def remove(self, name: str) -> None:
+        """This replica takes no requests any more."""
+        self.set_replicas([other for other in self._slots if other != name])
+
+    def on_removed(self, callback: Callable[[str], None]) -> None:
+        """Call back with the name of each replica that takes no requests any more.
+
+        It may still finish those it has: Ray Serve removes a replica from here before it stops it.
+        The callback runs on whatever thread Serve's own router has; hop to yours.
+        """
+        self._removed.append(callback)
+
+    def replica_of(self, key: Hashable) -> str | None:
+        """Where a request is, or None if it is nowhere (yet)."""
+        placement = self._placements.get(key)
+        return placement.replica if placement else None
+
+    def _remove(self, names: list[str]) -> None:
+        bits = 0
+        for name in names:
+            slot = self._slots.pop(name)
+            bits |= 1 << slot
+            self._names[slot] = None
+            self._reported[slot], self._sent[slot] = 0.0, np.inf
+            del self._unseen[name]
+        if bits:
+            self._prefixes.forget(bits)
+
+    def _add(self, name: str) -> None:
+        if None not in self._names:
+            self._names.append(None)
+            self._reported, self._speed, self._stamp, self._sent = (
+                np.append(array, 0.0) for array in (self._reported, self._speed, self._stamp, self._sent)
+            )
+        slot = self._names.index(None)
+        self._names[slot] = name
+        self._slots[name] = slot
+        self._unseen[name] = {}
+        self._reported[slot] = self._speed[slot] = self._stamp[slot] = self._sent[slot] = 0.0
+
+    # Requests
+
+    def place(self, key: Hashable, prompt: Sequence[int], session: str | None = None) -> str:
+        """The replica for a request, which counts as sent there from now on.
+
+        `key` names the request here. All requests of a `session` go where the last one went, as if
+        that replica had their whole prompt, unless it has much more to do than others.
+        Raises `LookupError` if there is no replica.
+        """
+        chain = self._prefixes.chain(prompt)
+        with self._lock:
+            if not self._slots:
+                raise LookupError("no replica")
+            load = self._load()
+            found = self._prefixes.match(chain)
+            score = scores(len(prompt), load, ((_indices(bits), tokens) for bits, tokens in found))
+            if session is not None and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
+                score[last] = LOAD_WEIGHT * load[last]
+            slot = lowest(score, load, self._rng)
+            name = self._names[slot]
+            assert name is not None
+            cached = next((tokens for bits, tokens in found if bits >> slot & 1), 0)
+            self._prefixes.add(chain, slot)
+            if session is not None:
+                self._sessions[session] = name
+                self._sessions.move_to_end(session)
+                if len(self._sessions) > SESSIONS:
+                    self._sessions.popitem(last=False)
+            self._assign(key, name, len(prompt) - cached + OUTPUT)
+        return name
+
+    def accepted(self, key: Hashable, name: str) -> None:
+        """A request has arrived on this replica, which need not be the one that was chosen."""
+        with self._lock:
+            placement = self._placements.get(key)
+            if placement is None:
+                return
+            if placement.replica != name and name in self._slots:
+                self._assign(key, name, placement.tokens)
+            self._placements[key].accepted = self._clock()
+
+    def finished(self, key: Hashable) -> None:
+        """A request has ended, in whatever way."""
+        with self._lock:
+            if placement := self._placements.pop(key, None):
+                self._settle(key, placement)
+
+    def observe(self, name: str, load: Load) -> None:
+        """A replica has said what it has to do."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is None:
+                return
+            now = self._clock()
+            self._reported[slot] = load.prefill_tokens + OUTPUT * (load.running + load.waiting)
+            self._speed[slot] = load.tokens_per_s
+            self._stamp[slot] = now
+            if unseen := self._unseen[name]:
+                for key, placement in list(unseen.items()):
+                    if placement.accepted is not None and now - placement.accepted >= SETTLE:
+                        self._settle(key, placement)
+
+    def _assign(self, key: Hashable, name: str, tokens: float) -> None:
+        if earlier := self._placements.get(key):
+            self._settle(key, earlier)
+        placement = self._placements[key] = self._unseen[name][key] = _Placement(name, tokens)
+        self._sent[self._slots[name]] += placement.tokens
+
+    def _settle(self, key: Hashable, placement: _Placement) -> None:
+        """From now on, what the replica reports says all about it."""
+        if self._unseen.get(placement.replica, {}).pop(key, None) is not None:
+            self._sent[self._slots[placement.replica]] -= placement.tokens
+
+    def _load(self) -> Tokens:
+        """Of each slot; infinite where no replica is. A replica that is silent works on, unseen."""
+        done = (self._clock() - self._stamp) * np.maximum(self._speed, self._reported / STALE)
+        return np.maximum(self._reported - done, 0) + self._sent
+
+
+def _indices(bits: int) -> Slots:
+    """Where `bits` has ones."""
+    if bits.bit_count() == 1:
+        return [bits.bit_length() - 1]
+    packed = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
