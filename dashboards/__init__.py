@@ -1,1 +1,1 @@
-"""What stepahead shows of itself: Grafana dashboards built from the engine's metrics. Still empty."""
+"""What stepahead shows of itself: Grafana dashboards and Prometheus alerts, from the engine's metrics."""
