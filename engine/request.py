@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+import time
 from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.account import Account
 
 _arrivals = count()
 
@@ -24,7 +27,11 @@ class RequestError(ValueError):
 
 
 class QueueFull(RuntimeError):
-    """No room to wait. Nothing is wrong with the request: it may be sent again later."""
+    """No room to wait. Nothing is wrong with the request: it may be sent again in `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineUnavailable(RuntimeError):
@@ -34,6 +41,7 @@ class EngineUnavailable(RuntimeError):
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token was sampled (a stop string too, found by the Router)
     LENGTH = "length"  # max_tokens, or the context length, is reached
+    TIMEOUT = "timeout"  # its time is over, in the queue or altogether
     ABORT = "abort"  # the client went away or asked for it
     ERROR = "error"  # the engine failed
 
@@ -102,11 +110,19 @@ class Request:
     """Lower runs first."""
     cache_salt: bytes = b""
     """Requests share cached prefixes only under an equal salt."""
+    client: str = ""
+    """Whose it is: within one priority, clients that wait get equal shares of the tokens."""
+    timeout: float | None = None
+    """Seconds from `arrived` after which it ends, wherever it is."""
+    queue_timeout: float | None = None
+    """Seconds from `arrived` after which it ends unless it has begun to run."""
 
     # Below: the scheduler's own.
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
     arrival: int = field(default_factory=lambda: next(_arrivals))
+    arrived: float = field(default_factory=time.monotonic)
+    account: Account = field(default_factory=Account)
     limit: int = 0
     """Tokens at which the request ends by length, prompt included."""
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))

@@ -17,10 +17,11 @@ Int32s = npt.NDArray[np.int32]
 
 
 class Rows:
-    """`capacity` rows beside the scratch row, each of at most `max_blocks` blocks."""
+    """`capacity` rows beside the scratch row, each of at most `max_blocks` blocks of `block_size` tokens."""
 
-    def __init__(self, capacity: int, max_blocks: int) -> None:
+    def __init__(self, capacity: int, max_blocks: int, block_size: int) -> None:
         n = capacity + 1
+        self.block_size = block_size
         self.requests: list[Request | None] = [None] * n
         self.generation = np.zeros(n, np.int64)
         """Counts the owners a row has had: (row, generation) names one stay of one request."""

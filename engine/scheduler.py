@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from engine.admission import check_request, token_limit
 from engine.kv_cache import CacheCounts, KVCache
-from engine.plan import SEQUENCE, TOKEN, StepPlan, StepResult
-from engine.request import FinishReason, Output, Request, RequestError, State
+from engine.plan import SCRATCH_ROW, StepPlan, StepResult
+from engine.planning import make_plan
+from engine.queue import OUTPUT_WEIGHT, Deadlines, WaitingQueue
+from engine.request import FinishReason, Output, Request, State
 from engine.rows import Int32s, Rows
 
 
@@ -69,10 +72,10 @@ class Scheduler:
         # A request that could outgrow the whole cache would be preempted for ever.
         self.context_length = min(context_length, self.cache.total * block_size)
         self.max_tokens_per_step = max_tokens_per_step
-        self.rows = Rows(max_running_requests, -(-self.context_length // block_size))
-        self.running: list[Request] = []  # sorted by Request.order, like waiting
-        self.waiting: list[Request] = []
-        self.waiting_tokens = 0  # known tokens of those in `waiting`
+        self.rows = Rows(max_running_requests, -(-self.context_length // block_size), block_size)
+        self.running: list[Request] = []  # sorted by Request.order
+        self.waiting = WaitingQueue()
+        self._deadlines = Deadlines()
         self.counters = SchedulerCounters()
         self._in_flight: deque[_InFlight] = deque()
         self._steps = 0
@@ -81,44 +84,18 @@ class Scheduler:
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestError` naming the field for a request that can never be served."""
-        sampling, n = request.sampling, request.num_prompt
-        if request.num_tokens or request.state is not State.WAITING:
-            raise RequestError("the request was submitted before; make a new one", "id")
-        if not isinstance(request.priority, int):
-            raise RequestError(f"priority must be an integer, got {request.priority!r}", "priority")
-        if n == 0:
-            raise RequestError("the prompt is empty", "prompt")
-        if n >= self.context_length:
-            raise RequestError(
-                f"the prompt has {n} tokens; with one to generate, at most "
-                f"{self.context_length - 1} fit into the context of {self.context_length}",
-                "prompt",
-            )
-        if sampling.max_tokens is not None and n + sampling.max_tokens > self.context_length:
-            raise RequestError(
-                f"{n} prompt tokens and max_tokens {sampling.max_tokens} exceed the context length "
-                f"of {self.context_length}",
-                "max_tokens",
-            )
-        limit = self._limit(request)
-        if n + len(request.generated) >= limit:
-            raise RequestError("every token asked for was already generated", "generated")
-
-    def _limit(self, request: Request) -> int:
-        if request.sampling.max_tokens is None:
-            return self.context_length
-        return request.num_prompt + request.sampling.max_tokens
+        check_request(request, self.context_length)
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises `RequestError` if it can never run."""
         self.check_request(request)
-        request.limit = self._limit(request)
+        request.limit = token_limit(request, self.context_length)
         known = [*request.prompt, *request.generated]
         request.num_tokens = len(known)
         request.tokens = np.empty(request.limit, np.int32)
         request.tokens[: len(known)] = known
-        insort(self.waiting, request, key=lambda r: r.order)
-        self.waiting_tokens += request.num_tokens
+        self.waiting.add(request)
+        self._deadlines.add(request)
         self.counters.admitted += 1
 
     def abort(
@@ -129,6 +106,15 @@ class Scheduler:
             return None
         return self._finish(request, reason, error=error)
 
+    def expire(self, now: float) -> list[Output]:
+        """End the requests whose time is over at `now`, in seconds of `time.monotonic`."""
+        return [
+            self._finish(
+                request, FinishReason.TIMEOUT, f"it ended after {getattr(request, field):g} s, its {field}"
+            )
+            for request, field in self._deadlines.due(now)
+        ]
+
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -138,7 +124,7 @@ class Scheduler:
         """Tokens of running and waiting requests that no step has computed; one that decodes has none."""
         rows = self.rows
         rest = rows.known - rows.scheduled
-        return self.waiting_tokens + int(rest[rest > 1].sum())
+        return self.waiting.num_tokens + int(rest[rest > 1].sum())
 
     @property
     def num_in_flight(self) -> int:
@@ -153,10 +139,15 @@ class Scheduler:
         None if there is nothing to compute (all tokens up to the limits are in flight, say).
         """
         decodes = self._grow_decodes()
+        generations = self.rows.generation[decodes]
         chunks = self._choose_chunks(self.max_tokens_per_step - len(decodes))
+        decodes = decodes[self.rows.generation[decodes] == generations]  # some made room for urgent ones
         if not len(decodes) and not chunks:
             return None
-        return self._make_plan(decodes, chunks)
+        rows: Int32s = np.concatenate([decodes, np.array([row for row, _ in chunks], np.int32)])
+        lengths = np.ones(len(rows), np.int32)
+        lengths[len(decodes) :] = [tokens for _, tokens in chunks]
+        return self._launched(make_plan(self._steps, self.rows, rows, lengths, len(decodes)), rows)
 
     def _grow_decodes(self) -> Int32s:
         """Rows with one token to compute, each given the block it writes to."""
@@ -187,31 +178,43 @@ class Scheduler:
         request.late = int(self.rows.in_flight[request.row])
         self._give_back(request)
         request.state = State.WAITING
-        insort(self.waiting, request, key=lambda r: r.order)
-        self.waiting_tokens += request.num_tokens
+        self.waiting.add(request)
         self.counters.preemptions += 1
 
     def _choose_chunks(self, budget: int) -> list[tuple[int, int]]:
-        """(row, tokens) of the prompts to go on with or to begin."""
+        """(row, tokens) of the prompts to go on with or to begin, the lowest priority number first."""
         r = self.rows
+        order = np.array([request.row for request in self.running], np.int32)
+        unfinished = np.flatnonzero(r.known[order] - r.scheduled[order] > 1)
+        started = deque(self.running[i] for i in unfinished.tolist())
         chunks: list[tuple[int, int]] = []
-        for request in self.running:
-            if budget <= 0:
-                return chunks
-            rest = int(r.known[request.row] - r.scheduled[request.row])
-            if rest > 1:
-                chunks.append((request.row, min(rest, budget)))
-                budget -= chunks[-1][1]
-        while budget > 0 and self.waiting and (row := self._admit(self.waiting[0])):
-            rest = int(r.known[row] - r.scheduled[row])
-            chunks.append((row, min(rest, budget)))
-            budget -= chunks[-1][1]
+        room = True
+        while budget > 0:
+            waiting = self.waiting.first if room else None
+            if started and (waiting is None or started[0].priority <= waiting.priority):
+                request = started.popleft()
+                if request.state is not State.RUNNING:
+                    continue  # it made room for an urgent one
+            elif waiting is None:
+                break
+            elif not self._admit(waiting):
+                room = False  # nobody overtakes: whoever needs much would wait for ever
+                continue
+            else:
+                request = waiting
+            row = request.row
+            tokens = min(int(r.known[row] - r.scheduled[row]), budget)
+            chunks.append((row, tokens))
+            budget -= tokens
+            # Whoever comes next may share these blocks: it reads them in this step at the earliest,
+            # and each layer of a step writes all keys and values before it reads any.
+            self._register(request, (int(r.scheduled[row]) + tokens) // self.block_size)
         return chunks
 
-    def _admit(self, request: Request) -> int | None:
-        """Give the first waiting request a row and blocks for all its tokens; None if there is no room."""
-        if request.late or not self.rows.num_free:
-            return None
+    def _admit(self, request: Request) -> bool:
+        """Give the first waiting request a row and blocks for all its tokens. False if there is no room."""
+        if request.late:
+            return False
         size, known = self.block_size, request.num_tokens
         # At least one token must be computed, or there would be nothing to sample from.
         sharable = (known - 1) // size
@@ -220,14 +223,11 @@ class Scheduler:
             self.cache.extend_hashes(request.hashes, request.tokens, sharable, request.cache_salt)
             shared = self.cache.match(request.hashes[:sharable])
         needed = -(-known // size) - len(shared)
-        # Beside others leave room to grow, or the newcomer would be preempted at once.
-        reserve = min(len(self.running), self.cache.total // 100 + 1)
-        if needed + reserve > self.cache.available - self.cache.count_cached(shared):
-            return None
+        if not self._make_room(request, needed, shared):
+            return False
         self.cache.share(shared)
         blocks = shared + self.cache.allocate(needed)
-        self.waiting.pop(0)
-        self.waiting_tokens -= request.num_tokens
+        self.waiting.take(request)
         row = self.rows.take(request, blocks, len(shared) * size)
         self.rows.registered[row] = len(shared)
         request.state = State.RUNNING
@@ -235,67 +235,44 @@ class Scheduler:
         self.counters.cached_tokens += len(shared) * size
         if not request.admissions:
             request.num_cached = min(len(shared) * size, request.num_prompt)
+            request.account.served += known - len(shared) * size
         request.admissions += 1
-        return row
+        return True
 
-    def _make_plan(self, decodes: Int32s, chunks: list[tuple[int, int]]) -> StepPlan:
-        r, num_decodes = self.rows, len(decodes)
-        rows = np.concatenate([decodes, np.array([row for row, _ in chunks], np.int32)])
-        lengths = np.ones(len(rows), np.int32)
-        lengths[num_decodes:] = [n for _, n in chunks]
-        starts = r.scheduled[rows]
-        ends = starts + lengths
-        samples = ends == r.known[rows] + r.in_flight[rows]
-        query_starts = np.cumsum(lengths, dtype=np.int32) - lengths
+    def _make_room(self, request: Request, needed: int, shared: list[int]) -> bool:
+        """Whether there are a row and `needed` blocks beside the `shared` ones.
 
-        tokens = np.empty(int(lengths.sum()), TOKEN)
-        token_rows = np.repeat(rows, lengths)
-        position = np.arange(len(tokens), dtype=np.int32) + np.repeat(starts - query_starts, lengths)
-        tokens["position"] = position
-        block = r.blocks[token_rows, position // self.block_size]
-        tokens["cache_slot"] = block * self.block_size + position % self.block_size
-        unknown = starts[:num_decodes] >= r.known[decodes]
-        tokens["carry_row"] = -1
-        tokens["carry_row"][:num_decodes][unknown] = decodes[unknown]
-        tokens["input_id"][:num_decodes] = np.where(unknown, 0, r.last_token[decodes])
-        requests = [r.requests[row] for row in rows.tolist()]
-        for i in range(num_decodes, len(rows)):
-            first = query_starts[i]
-            tokens["input_id"][first : first + lengths[i]] = requests[i].tokens[starts[i] : ends[i]]
+        If not, the newest of those that are less urgent than the request lose theirs, provided that
+        it helps. They can never do the same to it, so this comes to an end.
+        """
 
-        sequences = np.empty(len(rows), SEQUENCE)
-        sequences["query_start"] = query_starts
-        sequences["query_len"] = lengths
-        sequences["context_len"] = ends
-        sequences["row"] = np.where(samples, rows, 0)
-        sequences["sample_position"] = ends
-        seed = r.seed[rows]
-        sequences["seed_low"] = seed.astype(np.uint32).view(np.int32)
-        sequences["seed_high"] = (seed >> np.uint64(32)).astype(np.uint32).view(np.int32)
-        sequences["temperature"] = r.temperature[rows]
-        sequences["top_k"] = r.top_k[rows]
-        sequences["top_p"] = r.top_p[rows]
-        sequences["min_p"] = r.min_p[rows]
-        noisy = sequences["temperature"] > 0
-        filtered = (sequences["top_k"] > 0) | (sequences["top_p"] < 1) | (sequences["min_p"] > 0)
+        def missing(staying: int) -> int:
+            # Beside others leave room to grow, or the newcomer would be preempted at once.
+            reserve = min(staying, self.cache.total // 100 + 1)
+            return needed + reserve + self.cache.count_cached(shared) - self.cache.available
 
-        step = self._steps
-        self._steps += 1
+        if self.rows.num_free and missing(len(self.running)) <= 0:
+            return True
+        victims = [each for each in self.running if each.priority > request.priority]
+        held = int(self.rows.num_blocks[[each.row for each in victims]].sum())
+        if not victims or missing(len(self.running) - len(victims)) > held:
+            return False
+        while victims and not (self.rows.num_free and missing(len(self.running)) <= 0):
+            self._preempt(victims.pop())
+        return bool(self.rows.num_free) and missing(len(self.running)) <= 0
+
+    def _launched(self, plan: StepPlan, rows: Int32s) -> StepPlan:
+        """Take it that the step will be computed."""
+        r, ends, lengths = self.rows, plan.sequences["context_len"], plan.sequences["query_len"]
+        samples = plan.sequences["row"] != SCRATCH_ROW
         r.scheduled[rows] = ends
         r.in_flight[rows[samples]] += 1
+        self._steps += 1
         self.counters.steps += 1
-        self.counters.prompt_tokens += len(tokens) - num_decodes
-        self._in_flight.append(_InFlight(step, requests, rows, r.generation[rows], ends, samples))
-        return StepPlan(
-            step=step,
-            tokens=tokens,
-            sequences=sequences,
-            block_tables=r.blocks[rows, : int(r.num_blocks[rows].max())],
-            num_decodes=num_decodes,
-            max_query_len=int(lengths.max()),
-            greedy=not noisy.any(),
-            filtered=bool((noisy & filtered).any()),
-        )
+        self.counters.prompt_tokens += int(lengths[plan.num_decodes :].sum())
+        requests = [r.requests[row] for row in rows.tolist()]
+        self._in_flight.append(_InFlight(plan.step, requests, rows, r.generation[rows], ends, samples))
+        return plan
 
     # Results
 
@@ -318,12 +295,15 @@ class Scheduler:
             request = step.requests[i]
             if request.state is State.WAITING and request.late:  # preempted meanwhile
                 request.late -= 1
-                self.waiting_tokens += 1
+                self.waiting.num_tokens += 1
                 outputs.append(self._append(request, int(result.tokens[i])))
             else:
                 self.counters.wasted_tokens += 1
-        if self.cache.prefix_caching:
-            self._register(step.rows[alive], step.ends[alive] // self.block_size)
+        # Tokens whose ids were not known when their positions were planned are part of a prefix now.
+        rows, full = step.rows[alive], step.ends[alive] // self.block_size
+        due = full > r.registered[rows]
+        for row, n in zip(rows[due].tolist(), full[due].tolist(), strict=True):
+            self._register(r.requests[row], n)
         for output in outputs:
             if output.finish_reason is not None:
                 self._release(output.request, output.finish_reason)
@@ -333,6 +313,7 @@ class Scheduler:
         position = request.num_output
         request.tokens[request.num_tokens] = token
         request.num_tokens += 1
+        request.account.served += OUTPUT_WEIGHT
         self.counters.output_tokens += 1
         reason = None
         if token in request.sampling.stop_token_ids and not request.sampling.ignore_eos:
@@ -341,16 +322,16 @@ class Scheduler:
             reason = FinishReason.LENGTH
         return Output(request, position, (token,), reason)
 
-    def _register(self, rows: Int32s, full: Int32s) -> None:
-        """Offer the first `full` blocks of each row to the prefix cache: now they are computed."""
-        r = self.rows
-        due = full > r.registered[rows]
-        for row, n in zip(rows[due].tolist(), full[due].tolist(), strict=True):
-            request = r.requests[row]
-            self.cache.extend_hashes(request.hashes, request.tokens, n, request.cache_salt)
-            for i in range(int(r.registered[row]), n):
-                self.cache.register(int(r.blocks[row, i]), request.hashes[i])
-            r.registered[row] = n
+    def _register(self, request: Request, full: int) -> None:
+        """Offer the first `full` blocks of a running request to the prefix cache: they are planned."""
+        row = request.row
+        first = int(self.rows.registered[row])
+        if full <= first or not self.cache.prefix_caching:
+            return
+        self.cache.extend_hashes(request.hashes, request.tokens, full, request.cache_salt)
+        for i in range(first, full):
+            self.cache.register(int(self.rows.blocks[row, i]), request.hashes[i])
+        self.rows.registered[row] = full
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
         self._release(request, reason)
@@ -361,7 +342,6 @@ class Scheduler:
             self._give_back(request)
         else:
             self.waiting.remove(request)
-            self.waiting_tokens -= request.num_tokens
         request.state = State.FINISHED
         request.finish_reason = reason
         self.counters.finished[reason] += 1
@@ -383,9 +363,10 @@ class Scheduler:
         assert all(r.requests[request.row] is request for request in self.running)
         assert r.num_free + len(self.running) == r.capacity, "a row is lost"
         assert all(request.row == 0 for request in self.waiting), "a waiting request has a row"
-        assert self.waiting_tokens == sum(request.num_tokens for request in self.waiting)
+        assert self.waiting.num_tokens == sum(request.num_tokens for request in self.waiting)
+        assert len(self.waiting) == sum(1 for _ in self.waiting)
         rest = [r.known[q.row] - r.scheduled[q.row] for q in self.running]
-        assert self.prefill_tokens == self.waiting_tokens + sum(n for n in rest if n > 1)
+        assert self.prefill_tokens == self.waiting.num_tokens + sum(n for n in rest if n > 1)
         live = [request.row for request in self.running]
         assert (r.in_flight[live] >= 0).all()
         assert (r.known[live] + r.in_flight[live] <= r.limit[live]).all(), "computed past a limit"

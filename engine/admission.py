@@ -1,0 +1,92 @@
+"""Which requests an engine takes: those that it can serve at all, as long as not too many wait."""
+
+from __future__ import annotations
+
+import math
+
+from engine.request import QueueFull, Request, RequestError, State
+
+MEMORY = 60.0
+"""Busy seconds after which a measurement of the rate counts half."""
+
+
+def token_limit(request: Request, context_length: int) -> int:
+    """Tokens at which the request ends by length, prompt included."""
+    if request.sampling.max_tokens is None:
+        return context_length
+    return request.num_prompt + request.sampling.max_tokens
+
+
+def check_request(request: Request, context_length: int) -> None:
+    """Raise `RequestError` naming the field for a request that can never be served."""
+    sampling, n = request.sampling, request.num_prompt
+    if request.num_tokens or request.state is not State.WAITING:
+        raise RequestError("the request was submitted before; make a new one", "id")
+    if not isinstance(request.priority, int):
+        raise RequestError(f"priority must be an integer, got {request.priority!r}", "priority")
+    for name in ("timeout", "queue_timeout"):
+        seconds = getattr(request, name)
+        if seconds is not None and not seconds > 0:
+            raise RequestError(f"{name} must be above 0 seconds, got {seconds!r}", name)
+    if n == 0:
+        raise RequestError("the prompt is empty", "prompt")
+    if n >= context_length:
+        raise RequestError(
+            f"the prompt has {n} tokens; with one to generate, at most "
+            f"{context_length - 1} fit into the context of {context_length}",
+            "prompt",
+        )
+    if sampling.max_tokens is not None and n + sampling.max_tokens > context_length:
+        raise RequestError(
+            f"{n} prompt tokens and max_tokens {sampling.max_tokens} exceed the context length "
+            f"of {context_length}",
+            "max_tokens",
+        )
+    if n + len(request.generated) >= token_limit(request, context_length):
+        raise RequestError("every token asked for was already generated", "generated")
+
+
+class Backlog:
+    """The requests that wait for their first token, and how fast they get one.
+
+    Kept where requests arrive and outputs are delivered, so one thread has the whole truth.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: prompt tokens, and tokens of earlier attempts, that may wait."""
+        self.max_tokens = max_tokens
+        self.tokens = 0
+        self._waiting: dict[Request, int] = {}
+        self._served = 0.0  # tokens of requests that got their first token ...
+        self._seconds = 0.0  # ... in so many seconds in which somebody waited
+        self._since = 0.0
+
+    def add(self, request: Request, now: float) -> None:
+        """`now`: seconds of any clock. Raises `QueueFull` if its tokens are too many beside the others'."""
+        tokens = request.num_prompt + len(request.generated)
+        if self._waiting and self.tokens + tokens > self.max_tokens:
+            raise self.full(f"{self.tokens} prompt tokens wait already", now)
+        self._pass(now)
+        self._waiting[request] = tokens
+        self.tokens += tokens
+
+    def remove(self, request: Request, now: float, served: bool) -> None:
+        """It got its first token, or (not `served`) it ended without one. Nothing if it does not wait."""
+        if request in self._waiting:
+            self._pass(now)
+            tokens = self._waiting.pop(request)
+            self.tokens -= tokens
+            self._served += tokens * served
+
+    def full(self, why: str, now: float) -> QueueFull:
+        """The refusal, with the time that what waits now will take."""
+        self._pass(now)
+        return QueueFull(why, max(1.0, self.tokens / self._served * self._seconds) if self._served else 1.0)
+
+    def _pass(self, now: float) -> None:
+        if self._waiting:
+            passed = now - self._since
+            fade = math.exp2(-passed / MEMORY)
+            self._served *= fade
+            self._seconds = self._seconds * fade + passed
+        self._since = now
