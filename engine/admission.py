@@ -52,8 +52,9 @@ class Backlog:
     Kept where requests arrive and outputs are delivered, so one thread has the whole truth.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        """`max_tokens`: prompt tokens, and tokens of earlier attempts, that may wait."""
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        """`max_requests`: that run or wait. `max_tokens`: of prompts and earlier attempts, that wait."""
+        self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.tokens = 0
         self._waiting: dict[Request, int] = {}
@@ -61,13 +62,24 @@ class Backlog:
         self._seconds = 0.0  # ... in so many seconds in which somebody waited
         self._since = 0.0
 
-    def add(self, request: Request, now: float) -> None:
-        """`now`: seconds of any clock. Raises `QueueFull` if its tokens are too many beside the others'."""
-        tokens = request.num_prompt + len(request.generated)
-        if self._waiting and self.tokens + tokens > self.max_tokens:
-            raise self.full(f"{self.tokens} prompt tokens wait already", now)
+    def check(self, request: Request, live: int, now: float) -> None:
+        """Raise `QueueFull` where `live` requests, or the tokens that wait, leave no room for one more.
+
+        `now`: seconds of any clock. Where nobody waits, a request may have any number of tokens.
+        """
+        tokens = _tokens(request)
+        if live >= self.max_requests:
+            why = f"{live} requests are running or waiting already"
+        elif self._waiting and self.tokens + tokens > self.max_tokens:
+            why = f"{self.tokens} prompt tokens wait already, and {tokens} more are too many"
+        else:
+            return
         self._pass(now)
-        self._waiting[request] = tokens
+        raise QueueFull(why, max(1.0, self.tokens / self._served * self._seconds) if self._served else 1.0)
+
+    def add(self, request: Request, now: float) -> None:
+        self._pass(now)
+        self._waiting[request] = tokens = _tokens(request)
         self.tokens += tokens
 
     def remove(self, request: Request, now: float, served: bool) -> None:
@@ -78,11 +90,6 @@ class Backlog:
             self.tokens -= tokens
             self._served += tokens * served
 
-    def full(self, why: str, now: float) -> QueueFull:
-        """The refusal, with the time that what waits now will take."""
-        self._pass(now)
-        return QueueFull(why, max(1.0, self.tokens / self._served * self._seconds) if self._served else 1.0)
-
     def _pass(self, now: float) -> None:
         if self._waiting:
             passed = now - self._since
@@ -90,3 +97,7 @@ class Backlog:
             self._served *= fade
             self._seconds = self._seconds * fade + passed
         self._since = now
+
+
+def _tokens(request: Request) -> int:
+    return request.num_prompt + len(request.generated)

@@ -35,8 +35,12 @@ class EngineConfig(BaseModel):
     """Requests computed in one step; each owns one row. The rest wait."""
     max_waiting_requests: Positive = 4096
     """Requests that may wait; one more is refused at once."""
+    max_waiting_tokens: Positive = 2**22
+    """Prompt tokens that may wait for their first step; a request with more beside others is refused."""
     max_tokens_per_step: Positive = 8192
     """Tokens one step may compute: one for each decoding request, the rest for prompt chunks."""
+    inter_token_target_ms: Annotated[float, Field(gt=0)] | None = None
+    """If set, steps are measured at start, and are no larger than takes this many milliseconds."""
     context_length: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and output together, at most; the model's own limit by default."""
 
@@ -57,6 +61,8 @@ class EngineConfig(BaseModel):
     """Capture decode steps as CUDA graphs (no effect on a CPU)."""
     compile: bool = True
     """Compile the model with fused kernels (no effect on a CPU). False starts sooner and runs slower."""
+    nvtx: bool = False
+    """Mark the phases of the engine's loop for Nsight Systems (needs a GPU)."""
     cpu_threads: Positive | None = None
     """Threads of torch on a CPU; torch's own choice by default."""
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -13,14 +14,17 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
+from engine.admission import Backlog
+from engine.calibration import choose_step_tokens
 from engine.config import EngineConfig
 from engine.device import choose_device, choose_dtype, choose_num_blocks, warm_up
 from engine.graphs import buckets
 from engine.lanes import make_lanes
 from engine.model import PagedModel
-from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError, State
+from engine.request import EngineUnavailable, FinishReason, Output, Request, RequestError, State
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +73,12 @@ class AsyncEngine:
         self._alive = True
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, tuple[Request, Sink]] = {}
+        self._backlog = Backlog(
+            config.max_running_requests + config.max_waiting_requests, config.max_waiting_tokens
+        )
         self._idle = asyncio.Event()
         self._idle.set()
+        self.timeline = Timeline(annotate=torch.cuda.nvtx.range if config.nvtx else None)
         self._thread: threading.Thread | None = None
 
     # Life
@@ -119,9 +127,10 @@ class AsyncEngine:
 
     # Requests
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Request, sink: Sink, *, promised: bool = False) -> None:
         """Accept a request; `sink` is then called with each of its outputs, on the event loop.
 
+        One that is `promised` (another engine had accepted it) is not refused for lack of room.
         Raises `RequestError` naming the field for a request that can never be served, `QueueFull`
         if too many wait, `EngineUnavailable` if the engine takes no requests.
         """
@@ -134,8 +143,10 @@ class AsyncEngine:
                 raise RequestError(f"{name} has other things than token ids 0..{self.vocab_size - 1}", name)
         if request.id in self._live:
             raise RequestError(f"a request with id {request.id!r} is running", "id")
-        if len(self._live) >= self.config.max_running_requests + self.config.max_waiting_requests:
-            raise QueueFull(f"{len(self._live)} requests are running or waiting already")
+        now = time.monotonic()
+        if not promised:
+            self._backlog.check(request, len(self._live), now)
+        self._backlog.add(request, now)
         self._live[request.id] = (request, sink)
         self._idle.clear()
         self._inbox.put(lambda: self._add(request))
@@ -250,6 +261,7 @@ class AsyncEngine:
                 warm_up(runner)
             if on_gpu and config.cuda_graphs:
                 runner.capture(buckets(config.max_running_requests), progress=logger.info)
+            scheduler.max_tokens_per_step = choose_step_tokens(config, runner, num_blocks)
         except BaseException:
             lanes.close()
             raise
@@ -263,16 +275,20 @@ class AsyncEngine:
 
     def _loop(self) -> None:
         """The heart: while the device runs step N, the host prepares step N+1."""
-        scheduler, runner, depth = self._scheduler, self._runner, self.config.depth
+        scheduler, timeline, depth = self._scheduler, self.timeline, self.config.depth
+        apply_inbox, publish = timeline.inbox(self._apply_inbox), timeline.publish(self._publish)
+        schedule, commit = timeline.schedule(scheduler.schedule), timeline.commit(scheduler.commit)
+        launch, collect = timeline.launch(self._runner.launch), timeline.collect(self._runner.collect)
         while self._alive:
-            self._apply_inbox(block=not scheduler.has_work and not scheduler.num_in_flight)
-            plan = scheduler.schedule()
+            apply_inbox(block=not scheduler.has_work and not scheduler.num_in_flight)
+            publish(scheduler.expire(time.monotonic()))
+            plan = schedule()
             if plan is not None:
-                runner.launch(plan)
+                launch(plan)
             in_flight = scheduler.num_in_flight
             if in_flight and (in_flight == depth or plan is None):
-                result = runner.collect()  # the only place where the host waits for the device
-                self._publish(scheduler.commit(result))
+                result = collect()  # the only place where the host waits for the device
+                publish(commit(result))
             elif plan is None and scheduler.has_work:
                 raise RuntimeError("requests wait and nothing can be scheduled")
 
@@ -300,7 +316,9 @@ class AsyncEngine:
     # Back on the event loop
 
     def _deliver(self, outputs: list[Output]) -> None:
+        now = time.monotonic()
         for output in outputs:
+            self._backlog.remove(output.request, now, served=bool(output.tokens))
             request_id = output.request.id
             if request_id not in self._live:
                 continue
