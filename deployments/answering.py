@@ -87,6 +87,13 @@ class Answering:
         self._grown.add(index)
         self._news.set()
 
+    async def admitted(self) -> None:
+        """Return when replicas have accepted every sequence. Raises `Refused` if none accepts one."""
+        for choice in self.choices:
+            await choice.generation.admitted.wait()
+            if choice.generation.refusal is not None:
+                raise Refused(choice.generation.refusal)
+
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """What is new, as often as there is something new. Raises `Refused`."""
         while self._open:

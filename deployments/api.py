@@ -140,7 +140,8 @@ class Api:
             deltas = answering.deltas()
             if not request.stream:
                 return _json(await _whole(WholeAnswer(self._model, chat), answering, deltas))
-            first = await anext(deltas)  # it decides on the status: an error must not come inside a 200
+            await answering.admitted()  # it decides on the status: an error must not come inside a 200
+            first = await anext(deltas)
             answer = StreamedAnswer(self._model, chat, request.include_usage, len(answering.choices))
             streams = True
             return EventStream(_events(answer, answering, first, deltas), answering.close)
@@ -190,7 +191,7 @@ def _api_error(refusal: Refusal, chat: bool) -> ApiError:
             return ApiError(400, refusal.message, param=field, code="invalid_value")
         case "full":
             return ApiError(429, refusal.message, "rate_limit_error", code="overloaded")
-        case "unavailable" | "lost":
+        case "unavailable" | "other model" | "moved" | "lost":
             return ApiError.server_error(refusal.message, 503)
         case "failed":
             return ApiError.server_error(refusal.message)
@@ -219,7 +220,8 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 async def _answer_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.body(), error.status, {"Retry-After": RETRY_AFTER} if error.status == 429 else None)
+    headers = {"Retry-After": RETRY_AFTER} if error.status in (429, 503) else None
+    return _json(error.body(), error.status, headers)
 
 
 async def _answer_http_error(http: Request, error: Exception) -> Response:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from deployments.load import LoadMeter
-from deployments.submission import Refusal, Submission
+from deployments.submission import Reason, Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
-from engine.request import EngineUnavailable, Output, QueueFull, Request, RequestError
+from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 
 if TYPE_CHECKING:
     from engine.engine import EngineStats  # imports torch
@@ -20,18 +20,21 @@ class Engine(Protocol):
     """What is needed of an engine here."""
 
     @property
+    def healthy(self) -> bool: ...
+    @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
-    def submit(self, request: Request, sink: Callable[[Output], None]) -> None: ...
+    def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def stats(self) -> EngineStats: ...
 
 
 class Executor:
-    """One per replica, which Ray Serve calls `name`; all on one event loop."""
+    """One per replica, which Ray Serve calls `name` and which serves `model`; all on one event loop."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, model: str) -> None:
         self._engine = engine
         self._name = name
+        self._model = model
         self._load = LoadMeter(engine.stats)
         self._tapes: dict[Address, asyncio.Task[Tape]] = {}
 
@@ -40,6 +43,8 @@ class Executor:
 
         However this ends, cancellation included, the engine does not go on with it.
         """
+        if submission.model != self._model:
+            return self._refuse("other model", f"this replica serves {self._model}")
         key = submission.request, submission.attempt
         sampling = submission.sampling
         eos = () if sampling.ignore_eos else self._engine.eos_token_ids
@@ -55,31 +60,44 @@ class Executor:
         try:
             tape = await self._tape(submission.tape)
         except TapeLost as error:
-            return Refusal("lost", str(error))
+            return self._refuse("lost", str(error))
+        if tape.moving:
+            return self._refuse("moved", "the Router wants nothing more from this replica")
+        failure = ""
 
         def put(output: Output) -> None:
-            tokens = list(output.tokens)
+            nonlocal failure
+            reason = output.finish_reason
+            if reason is FinishReason.ERROR and not self._engine.healthy:
+                # Whatever broke the engine, nearly all whom it takes along are innocent.
+                reason, failure = FinishReason.ABORT, output.error or "the engine failed"
             tape.put(
-                Record(*key, output.position, tokens, output.finish_reason, output.error, request.num_cached)
+                Record(*key, output.position, list(output.tokens), reason, output.error, request.num_cached)
             )
 
         try:
-            self._engine.submit(request, put)
+            self._engine.submit(request, put, promised=submission.promised)
         except QueueFull as error:
-            return Refusal("full", str(error))
+            return self._refuse("full", str(error))
         except EngineUnavailable as error:
-            return Refusal("unavailable", str(error))
+            return self._refuse("unavailable", str(error))
         except RequestError as error:
-            return Refusal("invalid", str(error), error.field)
+            return self._refuse("invalid", str(error), error.field)
+        tape.put(Record(*key, len(submission.generated), []))  # it is in
         try:
             await tape.delivery(key)
         except TapeLost as error:
             self._engine.abort(request.id)
-            return Refusal("lost", str(error))
+            return self._refuse("lost", str(error))
         except asyncio.CancelledError:
             self._engine.abort(request.id)
             raise
-        return None
+        if failure:
+            return self._refuse("lost", failure)
+        return self._refuse("moved", "the Router asked for it back") if tape.moving else None
+
+    def _refuse(self, reason: Reason, message: str, field: str | None = None) -> Refusal:
+        return Refusal(reason, message, field, self._name)
 
     async def _tape(self, address: Address) -> Tape:
         """The tape to one Router, opened by the first request that it sends."""

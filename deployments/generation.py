@@ -1,10 +1,10 @@
-"""One sequence as the Router sees it: submitted, followed on the tape, resubmitted if its replica dies."""
+"""One sequence as the Router sees it: submitted, followed on the tape, resubmitted if it must move."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from itertools import count
 from typing import TypeAlias
 
@@ -20,6 +20,8 @@ Submit: TypeAlias = Callable[[Submission], Awaitable[Refusal | None]]
 
 ATTEMPTS = 3
 """A request that has lost this many replicas is not tried on another: it may be what kills them."""
+
+SHUTTING_DOWN = Refusal("unavailable", "the server is shutting down")
 
 
 class Generation:
@@ -38,6 +40,8 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.refusal: Refusal | None = None
         self.num_cached = 0
+        self.admitted = asyncio.Event()
+        """Set when a replica has accepted it, or when it has ended without."""
         self._attempt = 0
         self._notify = notify
 
@@ -51,6 +55,9 @@ class Generation:
             return False
         if record.finish_reason is FinishReason.ABORT:
             return False  # nobody here asked for it: the attempt is lost
+        self.admitted.set()
+        if not record.tokens and record.finish_reason is None:
+            return True
         self.tokens += record.tokens
         self.num_cached = record.num_cached
         if record.finish_reason is FinishReason.ERROR:
@@ -60,22 +67,44 @@ class Generation:
         self._notify()
         return True
 
-    async def run(self, submit: Submit, tape: Address) -> None:
-        """Submit until the sequence has ended; each time a replica is lost, again with the tokens so far."""
-        refusal: Refusal | None = None
-        for self._attempt in range(ATTEMPTS):
+    def refuse(self, refusal: Refusal) -> None:
+        """End it without a finish reason, unless it has ended."""
+        if not self.ended:
+            self.refusal = refusal
+            self.admitted.set()
+            self._notify()
+
+    async def run(self, submit: Submit, model: str, tape: Address) -> None:
+        """Submit until it has ended; with the tokens so far when it must move, or its replica is lost."""
+        lost, tried = 0, list[str]()
+        for self._attempt in count():
             refusal = await submit(
-                Submission(tape, self.request, self._attempt, self.prompt, self.sampling, list(self.tokens))
+                Submission(
+                    model,
+                    tape,
+                    self.request,
+                    self._attempt,
+                    self.prompt,
+                    self.sampling,
+                    list(self.tokens),
+                    promised=self.admitted.is_set(),
+                    avoid=tuple(tried),
+                )
             )
             if self.ended:
                 return
             if refusal is None:  # it ended, but what it sent was not taken
                 refusal = Refusal("lost", "tokens of this request were lost")
-            if refusal.reason != "lost":
-                break
-            logger.warning("request %d, attempt %d: %s", self.request, self._attempt, refusal.message)
-        self.refusal = refusal
-        self._notify()
+            elsewhere = refusal.replica is not None and refusal.replica not in tried
+            if elsewhere and refusal.replica is not None:
+                tried.append(refusal.replica)
+            match refusal.reason:
+                case "full" | "unavailable" | "other model" | "moved" if elsewhere:
+                    pass
+                case "lost" | "moved" if (lost := lost + 1) < ATTEMPTS:
+                    logger.warning("request %d, attempt %d: %s", self.request, self._attempt, refusal.message)
+                case _:
+                    return self.refuse(refusal)
 
 
 class Dispatcher:
@@ -84,13 +113,19 @@ class Dispatcher:
     `observe` is called with the name and the load of a replica, whenever that is heard of.
     """
 
-    def __init__(self, submit: Submit, observe: Callable[[str, Load], None] = lambda *_: None) -> None:
+    def __init__(
+        self, submit: Submit, model: str, observe: Callable[[str, Load], None] = lambda *_: None
+    ) -> None:
         self._submit = submit
+        self._model = model
         self._requests = count()
         self._running: dict[int, tuple[Generation, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = TapeListener(self._deliver, observe)
         self._tape: Address | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def open(self, host: str) -> None:
         """Listen for replicas on `host`, an address of this machine that they can reach."""
@@ -102,15 +137,35 @@ class Dispatcher:
             task.cancel()
         await self._listener.close()
 
+    def keep(self, replicas: Collection[str]) -> None:
+        """Move what runs on other replicas than these: it is aborted there, and submitted again."""
+        self._listener.keep(replicas)
+
+    async def drain(self, grace: float) -> None:
+        """Begin nothing more; return when nothing runs. What still does after `grace` seconds is refused."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            for generation, task in self._running.values():
+                generation.refuse(SHUTTING_DOWN)
+                task.cancel()
+            await self._idle.wait()  # until their readers have seen it
+
     def start(self, prompt: list[int], sampling: SamplingParams, notify: Callable[[], None]) -> Generation:
         """Begin a sequence; `notify` is called whenever it has grown or ended. `stop` it in any case."""
         if self._tape is None:
             raise RuntimeError("the dispatcher is not open")
         generation = Generation(next(self._requests), prompt, sampling, notify)
-        task = asyncio.create_task(generation.run(self._submit, self._tape))
+        task = asyncio.create_task(generation.run(self._submit, self._model, self._tape))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._running[generation.request] = generation, task
+        self._idle.clear()
+        if self._draining:
+            generation.refuse(SHUTTING_DOWN)
+            task.cancel()
         return generation
 
     def stop(self, generation: Generation) -> None:
@@ -118,6 +173,8 @@ class Dispatcher:
         _, task = self._running.pop(generation.request)
         if not generation.ended:  # else the submission is about to return
             task.cancel()
+        if not self._running:
+            self._idle.set()
 
     def _deliver(self, record: Record) -> bool:
         running = self._running.get(record.request)

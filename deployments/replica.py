@@ -24,7 +24,9 @@ class EngineReplica:
             threads = len(os.sched_getaffinity(0))
         self._engine = AsyncEngine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
-        self._executor = Executor(self._engine, serve.get_replica_context().replica_id.unique_id)
+        name = serve.get_replica_context().replica_id.unique_id
+        self._executor = Executor(self._engine, name, config.model)
+        self._model = config.model
 
     async def submit(self, submission: Submission) -> Refusal | None:
         """Run one attempt at a sequence; its tokens go on the tape of the Router that sent it.
@@ -33,9 +35,9 @@ class EngineReplica:
         """
         return await self._executor.run(submission)
 
-    async def context_length(self) -> int:
-        """Tokens of prompt and answer together, at most."""
-        return self._engine.context_length
+    async def context_length(self, model: str) -> int | None:
+        """Tokens of prompt and answer together, at most; None if this is not a replica of `model`."""
+        return self._engine.context_length if model == self._model else None
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -46,16 +46,24 @@ class Router:
         keys = read_keys(Path(api_keys)) if api_keys else None
         self._engines = engines
         self._balancer = balancer_of(engines.deployment_id)
-        dispatcher = Dispatcher(self._submit, self._balancer.observe)
+        dispatcher = Dispatcher(self._submit, model, self._balancer.observe)
         await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        # Once the first engine has started. In an upgrade it may be an old one: what is set goes first.
-        found: int = await engines.context_length.remote()
+        # In an upgrade it may be an old engine that answers: what is set goes first.
+        found = await self._context_length(model)
         path = await asyncio.to_thread(demo_model.resolve, model)
         tokenizer = await asyncio.to_thread(Tokenizer, path, context_length or found, trust_remote_code)
         self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()
+
+    async def _context_length(self, model: str) -> int:
+        """Of an engine that serves `model`, once there is one."""
+        while True:
+            found: int | None = await self._engines.context_length.remote(model)
+            if found is not None:
+                return found
+            await asyncio.sleep(1)  # an upgrade to another model, whose first engine is not up yet
 
     async def _submit(self, submission: Submission) -> Refusal | None:
         response = self._engines.submit.remote(submission)

@@ -4,8 +4,9 @@ The Router listens; a replica dials in when a Router's first request reaches it.
 one frame per engine step on its tape: the new tokens of every request of that Router. At most one
 frame is outstanding: the Router answers each frame, and steps that finish meanwhile merge into
 the next one. The answer names the requests that nobody waits for any more, so a cancellation that
-was lost elsewhere still takes effect at the next token. Order is TCP's; a lost peer is a closed
-connection.
+was lost elsewhere still takes effect at the next token. Unasked, it may say nil: what runs there for
+this Router goes on elsewhere, and the tape ends when all has been handed back. Order is TCP's; a
+lost peer is a closed connection.
 
 Every frame of a replica tells its load, too.
 
@@ -23,7 +24,7 @@ import secrets
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeAlias, cast
 
 import msgspec
@@ -147,17 +148,21 @@ class _Connection(asyncio.Protocol):
 
 
 class Tape(_Connection):
-    """A replica's end. All methods are called on the loop that made it."""
+    """A replica's end. All methods are called on the loop that made it.
+
+    `moving` is set from when the Router has asked for its requests back: it wants no more from here.
+    """
 
     def __init__(
         self, load: Callable[[], Load], abort: Callable[[Key], None], closed: Callable[[], None]
     ) -> None:
         super().__init__()
+        self.moving = False
         self._load = load
         self._abort = abort
         self._closed = closed
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(list[Key]).decode
+        self._decode = msgspec.msgpack.Decoder(list[Key] | None).decode
         self._loop = asyncio.get_running_loop()
         self._delivered: dict[Key, asyncio.Future[None]] = {}
         self._pending: dict[Key, Record] = {}
@@ -203,6 +208,7 @@ class Tape(_Connection):
             await future
         finally:
             self._delivered.pop(key, None)
+            self._close_if_left()
 
     def put(self, record: Record) -> None:
         """Send `record` with the next frame. The tape owns it from here on."""
@@ -232,6 +238,11 @@ class Tape(_Connection):
 
     def frame_received(self, payload: bytes) -> None:
         unwanted = self._decode(payload)
+        if unwanted is None:
+            self.moving = True
+            for key in self._delivered:
+                self._abort(key)
+            return self._close_if_left()
         for key in self._outstanding or ():
             future = self._delivered.get(key)
             if future is not None and not future.done():
@@ -240,6 +251,10 @@ class Tape(_Connection):
         for key in unwanted:
             self._abort(key)
         self._flush()
+
+    def _close_if_left(self) -> None:
+        if self.moving and not self._delivered:
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -262,6 +277,7 @@ class TapeListener:
         self._deliver = deliver
         self._observe = observe
         self._connections: set[_Reader] = set()
+        self._replicas: Collection[str] | None = None
         self._server: asyncio.Server | None = None
         self._secret = secrets.token_bytes(32)
 
@@ -272,6 +288,12 @@ class TapeListener:
             lambda: _Reader(self), host, 0, ssl=_tls(ssl.Purpose.CLIENT_AUTH)
         )
         return Address(secrets.token_hex(8), host, self._server.sockets[0].getsockname()[1], self._secret)
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """Ask all others for the requests that they have: now, and whenever one dials in later."""
+        self._replicas = replicas
+        for connection in self._connections:
+            connection.ask_back()
 
     async def close(self) -> None:
         if self._server is not None:
@@ -289,6 +311,7 @@ class _Reader(_Connection):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Frame).decode
         self._replica: str | None = None  # until it has shown the secret
+        self._asked_back = False
         self.max_frame = _MAX_HELLO
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -298,6 +321,13 @@ class _Reader(_Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self._listener._connections.discard(self)
 
+    def ask_back(self) -> None:
+        kept = self._listener._replicas
+        if kept is None or self._replica is None or self._replica in kept or self._asked_back:
+            return
+        self._asked_back = True
+        self.send(self._encode(None))
+
     def frame_received(self, payload: bytes) -> None:
         if self._replica is None:
             secret = self._listener._secret
@@ -306,7 +336,7 @@ class _Reader(_Connection):
                 return self.close()
             self._replica = payload[len(secret) :].decode(errors="replace")
             self.max_frame = 2**32
-            return
+            return self.ask_back()
         frame = self._decode(payload)
         self._listener._observe(self._replica, frame.load)
         deliver = self._listener._deliver

@@ -36,10 +36,14 @@ class MemoryEngine:
         self.aborts: list[str] = []
         self.submitted = asyncio.Event()
 
-    def submit(self, request: Request, sink: Callable[[Output], None]) -> None:
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None
+
+    def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        if len(self.running) >= self.capacity:
+        if len(self.running) >= self.capacity and not promised:
             raise QueueFull("no room")
         if max(request.prompt) >= VOCABULARY:
             raise RequestError(f"token {max(request.prompt)} is unknown", "prompt")

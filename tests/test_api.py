@@ -46,7 +46,7 @@ class Server:
 
     def __init__(self, tokenizer: Tokenizer, engine: MemoryEngine, **limits: Any) -> None:
         self.engine = engine
-        self.dispatcher = Dispatcher(Executor(engine, "r1").run)
+        self.dispatcher = Dispatcher(Executor(engine, "r1", "demo").run, "demo")
         self.healthy = True
         app = Api("demo", tokenizer, self.dispatcher, self.check_health, **limits).app()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -214,6 +214,20 @@ async def test_a_full_engine_is_a_status_to_come_back_after(tokenizer: Tokenizer
             await server.client.chat.completions.create(**CHAT)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("body", [{"n": 3}, {"prompt": ["a", "b", "c"]}])
+async def test_one_choice_too_many_is_a_status_and_leaves_nothing_running(
+    tokenizer: Tokenizer, body: dict[str, Any], stream: bool
+) -> None:
+    async with serving(tokenizer, MemoryEngine(capacity=2)) as server:
+        response = await server.http.post("/v1/completions", json=COMPLETION | body | {"stream": stream})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["code"] == "overloaded"
+        while server.engine.running:
+            await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_broken_engine_is_a_status_until_the_stream_has_begun(
     tokenizer: Tokenizer, stream: bool
@@ -237,7 +251,7 @@ async def test_a_broken_engine_is_a_status_until_the_stream_has_begun(
             assert "broken" in last["error"]["message"]
         else:
             response = await server.http.post("/v1/chat/completions", json=body)
-            assert response.status_code == 500
+            assert response.status_code == 503
             assert "broken" in response.json()["error"]["message"]
         response = await server.http.post("/v1/chat/completions", json=body)
         assert response.status_code == 503

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from deployments.execution import Executor
-from deployments.generation import ATTEMPTS, Dispatcher, Generation
+from deployments.generation import ATTEMPTS, SHUTTING_DOWN, Dispatcher, Generation
 from deployments.submission import Refusal, Submission
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, Output, SamplingParams
 from tests.memory_engine import MemoryEngine, text_of
 
 PROMPT = [5, 6, 7]
@@ -20,18 +20,21 @@ PROMPT = [5, 6, 7]
 
 @dataclass
 class Cluster:
-    """Replicas in this process, of which each submission goes to the next; one can be killed."""
+    """Replicas in this process; one can be killed."""
 
     engines: list[MemoryEngine]
     executors: list[Executor] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     calls: list[asyncio.Task[Refusal | None]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    """The replica of each submission; by default they take turns."""
 
     def __post_init__(self) -> None:
-        self.executors = [Executor(engine, "r1") for engine in self.engines]
+        self.executors = [Executor(engine, f"r{n}", "demo") for n, engine in enumerate(self.engines)]
 
     async def submit(self, submission: Submission) -> Refusal | None:
-        executor = self.executors[len(self.submissions) % len(self.executors)]
+        number = len(self.submissions)
+        executor = self.executors[self.order[number] if self.order else number % len(self.executors)]
         self.submissions.append(submission)
         call = asyncio.create_task(executor.run(submission))
         self.calls.append(call)
@@ -51,7 +54,7 @@ class Cluster:
 @asynccontextmanager
 async def dispatching(*engines: MemoryEngine) -> AsyncIterator[tuple[Dispatcher, Cluster]]:
     cluster = Cluster(list(engines))
-    dispatcher = Dispatcher(cluster.submit)
+    dispatcher = Dispatcher(cluster.submit, "demo")
     await dispatcher.open("127.0.0.1")
     yield dispatcher, cluster
     await dispatcher.close()
@@ -103,27 +106,150 @@ async def test_a_refusal_ends_it() -> None:
     engine = MemoryEngine(capacity=0)
     async with dispatching(engine) as (dispatcher, cluster):
         generation = await Reader(dispatcher).until(ended)
-        assert generation.refusal == Refusal("full", "no room")
+        assert generation.refusal == Refusal("full", "no room", replica="r0")
+        assert generation.admitted.is_set()  # whoever waits for it is told
+        assert len(cluster.submissions) == 2  # once more, which found no other replica
         engine.capacity = 1
         generation = await Reader(dispatcher, prompt=[94]).until(ended)
-        assert generation.refusal == Refusal("invalid", "token 94 is unknown", "prompt")
-        engine.fail("broken")
-        generation = await Reader(dispatcher).until(ended)
-        assert generation.refusal == Refusal("unavailable", "broken")
-        assert len(cluster.submissions) == 3  # none was tried again
+        assert generation.refusal == Refusal("invalid", "token 94 is unknown", "prompt", "r0")
+        assert len(cluster.submissions) == 3
 
 
-async def test_an_engine_that_fails_ends_what_it_runs() -> None:
+async def test_a_full_replica_is_passed_over() -> None:
+    engines = MemoryEngine(capacity=0), MemoryEngine(capacity=0), MemoryEngine()
+    async with dispatching(*engines) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=1)
+        await engines[2].submitted.wait()
+        assert [submission.avoid for submission in cluster.submissions] == [(), ("r0",), ("r0", "r1")]
+        engines[2].step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 1)
+
+
+async def test_it_is_admitted_before_its_first_token() -> None:
     engine = MemoryEngine()
     async with dispatching(engine) as (dispatcher, _):
         reader = Reader(dispatcher)
+        assert not reader.generation.admitted.is_set()
+        await reader.generation.admitted.wait()
+        assert not reader.generation.ended
+        assert not reader.changed.is_set()  # no text comes of it
+
+
+async def test_tokens_of_another_model_never_mix() -> None:
+    engines = MemoryEngine(), MemoryEngine(), MemoryEngine()
+    async with dispatching(*engines) as (dispatcher, cluster):
+        cluster.executors[1] = Executor(engines[1], "r1", "other")
+        reader = Reader(dispatcher, max_tokens=2)
+        await engines[0].submitted.wait()
+        engines[0].step()
+        await reader.until(has(1))
+        cluster.kill(0)
+        await engines[2].submitted.wait()
+        assert not engines[1].submitted.is_set()
+        engines[2].step()
+        assert (await reader.until(ended)).tokens == text_of(PROMPT, 1, 2)
+
+        for n in range(3):
+            cluster.executors[n] = Executor(engines[n], f"r{n}", "other")
+        generation = await Reader(dispatcher).until(ended)
+        assert generation.refusal is not None
+        assert generation.refusal.reason == "other model"
+
+
+async def test_an_engine_that_fails_loses_what_it_runs() -> None:
+    engines = MemoryEngine(), MemoryEngine()
+    async with dispatching(*engines) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=3)
+        await engines[0].submitted.wait()
+        engines[0].step()
+        await reader.until(has(1))
+        engines[0].fail("broken")
+        await engines[1].submitted.wait()
+        engines[1].step()
+        engines[1].step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 3)
+        assert len(cluster.submissions) == 2
+
+
+async def test_an_error_of_one_request_ends_it() -> None:
+    """It is not submitted again: it may be what breaks engines."""
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher)
+        await engine.submitted.wait()
+        [(request, sink, _)] = engine.running.values()
+        sink(Output(request, 0, (), FinishReason.ERROR, "it divides by zero"))
+        generation = await reader.until(ended)
+        assert generation.refusal == Refusal("failed", "it divides by zero")
+        assert len(cluster.submissions) == 1
+
+
+async def test_a_replica_that_leaves_hands_over_its_requests() -> None:
+    engines = MemoryEngine(), MemoryEngine(capacity=0)
+    async with dispatching(*engines) as (dispatcher, cluster):
+        cluster.order = [0, 0, 1, 1]
+        readers = [Reader(dispatcher, max_tokens=6, seed=seed) for seed in range(2)]
+        for reader in readers:
+            await reader.generation.admitted.wait()
+        engines[0].step()
+        engines[0].step()
+        await readers[0].until(has(2))
+        dispatcher.keep(["r1"])
+        while len(engines[1].running) < 2:  # though it is full: they were promised a place
+            engines[1].submitted.clear()
+            await engines[1].submitted.wait()
+        assert not engines[0].running
+        assert [each.reason for each in await asyncio.gather(*cluster.calls[:2]) if each] == ["moved"] * 2
+        for _ in range(4):
+            engines[1].step()
+        for seed, reader in enumerate(readers):
+            assert (await reader.until(ended)).tokens == text_of(PROMPT, seed, 6)
+
+        # One that was on its way to it when it left.
+        cluster.order += [0, 1]
+        engines[1].capacity = 1
+        reader = Reader(dispatcher, max_tokens=1)
+        engines[1].submitted.clear()
+        await engines[1].submitted.wait()
+        engines[1].step()
+        assert (await reader.until(ended)).tokens == text_of(PROMPT, 1, 1)
+        assert len(cluster.submissions) == 6
+
+
+async def test_draining_lets_them_end() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, _):
+        reader = Reader(dispatcher, max_tokens=1)
+        await engine.submitted.wait()
+        draining = asyncio.create_task(dispatcher.drain(60))
+        await asyncio.sleep(0)
+        late = Reader(dispatcher)
+        assert late.generation.refusal == SHUTTING_DOWN
+        dispatcher.stop(late.generation)
+        engine.step()
+        generation = await reader.until(ended)
+        assert generation.finish_reason is FinishReason.LENGTH
+        assert not draining.done()  # its reader may still have to write
+        dispatcher.stop(generation)
+        await draining
+    assert not engine.aborts
+
+
+async def test_draining_ends_what_takes_too_long() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher)
         await engine.submitted.wait()
         engine.step()
-        await reader.until(has(1))
-        engine.fail("broken")
+        draining = asyncio.create_task(dispatcher.drain(0))
         generation = await reader.until(ended)
-        assert generation.refusal == Refusal("failed", "broken")
-        assert generation.tokens == text_of(PROMPT, 1, 1)
+        assert generation.refusal == SHUTTING_DOWN
+        dispatcher.stop(generation)
+        await draining
+        await asyncio.gather(*cluster.calls, return_exceptions=True)
+        assert not engine.running
 
 
 async def test_stop_aborts_on_the_replica() -> None:
@@ -134,7 +260,7 @@ async def test_stop_aborts_on_the_replica() -> None:
         dispatcher.stop(reader.generation)
         await asyncio.gather(*cluster.calls, return_exceptions=True)
         assert not engine.running
-        assert len(engine.aborts) == 1
+        assert len(set(engine.aborts)) == 1
 
 
 async def test_a_lost_cancellation_takes_effect_at_the_next_token() -> None:
@@ -223,7 +349,9 @@ async def test_a_router_that_is_gone_leaves_nothing_running() -> None:
             await engine.submitted.wait()
         dispatcher._tasks.clear()  # so that closing cancels no submission
         await dispatcher.close()
-        assert await asyncio.gather(*cluster.calls) == [Refusal("lost", "the Router is gone")] * 3
+        assert (
+            await asyncio.gather(*cluster.calls) == [Refusal("lost", "the Router is gone", replica="r0")] * 3
+        )
         assert not engine.running
         late = await cluster.executors[0].run(cluster.submissions[0])
         assert late is not None
