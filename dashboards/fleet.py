@@ -88,6 +88,7 @@ def _tokens() -> list[Panel]:
             "Cost of a million output tokens",
             "short",
             (select(m.TOKEN_COST), "{{replica}}"),
+            (f"max ({select(m.GPU_COST)})", "one hour of a GPU"),
             help=m.TOKEN_COST.help,
         ),
     ]
@@ -207,12 +208,13 @@ def _router() -> list[Panel]:
 
 def _tapes() -> list[Panel]:
     return [
+        graph("Open", "short", (total(m.TAPES, *PER_REPLICA), "{{replica}}"), help=m.TAPES.help, width=4),
         graph(
             "Frames/s",
             "ops",
             (rate(m.TAPE_FRAMES, *PER_REPLICA), "{{replica}}"),
             help=m.TAPE_FRAMES.help,
-            width=6,
+            width=5,
         ),
         graph(
             "Records in a frame",
@@ -222,14 +224,14 @@ def _tapes() -> list[Panel]:
                 "{{replica}}",
             ),
             help="More than the batch size means that steps merge, since Routers answer slowly",
-            width=6,
+            width=5,
         ),
         graph(
             "Bytes/s",
             "Bps",
             (rate(m.TAPE_BYTES, *PER_REPLICA), "{{replica}}"),
             help=m.TAPE_BYTES.help,
-            width=6,
+            width=5,
         ),
         graph(
             "Lag",
@@ -237,6 +239,6 @@ def _tapes() -> list[Panel]:
             (f"max by ({', '.join(PER_REPLICA)}) ({select(m.TAPE_LAG)})", "{{replica}}"),
             (quantile(0.99, m.TAPE_ROUND_TRIP), "round trip p99"),
             help=m.TAPE_LAG.help,
-            width=6,
+            width=5,
         ),
     ]

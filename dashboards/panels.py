@@ -207,7 +207,7 @@ def _variables(datasource: str | None) -> list[Any]:
             build.QueryVariable(name)
             .label(name.capitalize())
             .datasource(SOURCE)
-            .query({"query": f"label_values({REPLICA_HEALTHY}{{{scope}}}, {name})", "refId": name})
+            .query(f"label_values({REPLICA_HEALTHY}{{{scope}}}, {name})")
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
             .sort(VariableSort.ALPHABETICAL_ASC)
             .multi(True)
