@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster import memory
-from cluster.render import HERE, application, dump, render, storage
+from cluster.render import HERE, alerts, application, dump, render, storage
 from cluster.schema import Schemas
 from cluster.serve import for_cluster
 from cluster.settings import Cluster
@@ -46,7 +46,7 @@ def render_command(
         Path | None, typer.Option(help="Folder with the model's config.json, where the hub is not reached.")
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model's own code to size it.")] = False,
-    dashboards: Annotated[Path | None, typer.Option(help="Folder of Grafana dashboards (JSON).")] = None,
+    dashboards: Annotated[Path | None, typer.Option(help="Folder of more Grafana dashboards (JSON).")] = None,
 ) -> None:
     """Write the manifests of one deployment, for `kubectl apply -k OUT`."""
     cluster = Cluster.model_validate(
@@ -111,11 +111,12 @@ def serve_config() -> None:
 
 @app.command()
 def overlays() -> None:
-    """Write the overlays' own patches in this folder anew, after a change of what makes them."""
+    """Write the overlays' own patches and alerts in this folder anew, after a change of what makes them."""
     for cluster in DEFAULTS:
         shape, folder = read_shape(cluster.model), HERE / "overlays" / cluster.overlay
         (folder / "application.yaml").write_text(dump(application(cluster, shape)))
         (folder / "storage.yaml").write_text(dump(storage(cluster, shape)))
+    (HERE / "overlays" / "gpu" / "alerts.yaml").write_text(dump(alerts()))
 
 
 DEFAULTS = [

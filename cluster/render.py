@@ -13,6 +13,8 @@ from cluster import memory
 from cluster.serve import for_cluster
 from cluster.settings import Cluster
 from cluster.shape import ModelShape
+from dashboards.alerts import group
+from dashboards.export import write_dashboards
 
 HERE = Path(__file__).parent
 BASES: dict[str, list[str]] = {"cpu-demo": [], "gpu": [], "gpu-ha": ["gpu"]}
@@ -28,6 +30,8 @@ Patch = list[dict[str, Any]]
 
 def render(cluster: Cluster, shape: ModelShape, out: Path, dashboards: list[Path] | None = None) -> None:
     """Write manifests to `out`, for `kubectl apply -k`. An existing `out` must be empty or one of ours.
+
+    Grafana's dashboards are among them, as ConfigMaps: our own, and the files `dashboards` (JSON).
 
     Raises `ValueError` if the model does not fit on the GPU, before anything is written.
     """
@@ -87,23 +91,36 @@ def storage(cluster: Cluster, shape: ModelShape) -> Patch:
     return [{"op": "replace", "path": "/spec/resources/requests/storage", "value": f"{math.ceil(size)}Gi"}]
 
 
+def alerts() -> dict[str, Any]:
+    """The alerts for the Prometheus operator."""
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "stepahead"},
+        "spec": group(),
+    }
+
+
 def _top(cluster: Cluster, dashboards: list[Path], out: Path) -> dict[str, Any]:
+    boards = write_dashboards(out / "dashboards")
+    boards += [Path(shutil.copy(path, out / "dashboards" / path.name)) for path in dashboards]
     top: dict[str, Any] = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [f"overlays/{cluster.overlay}"],
+        "configMapGenerator": [
+            {
+                "name": f"dashboard-{path.stem.replace('_', '-').lower()}",
+                "namespace": "stepahead",
+                "files": [f"dashboards/{path.name}"],
+            }
+            for path in boards
+        ],
+        # By this label Grafana's sidecar knows them.
+        "generatorOptions": {"disableNameSuffixHash": True, "labels": {"grafana_dashboard": "1"}},
     }
     if cluster.image != "stepahead":
         top["images"] = [{"name": "stepahead", "newName": cluster.image}]
-    if dashboards:
-        (out / "dashboards").mkdir()
-        for path in dashboards:
-            shutil.copy(path, out / "dashboards" / path.name)
-        top["configMapGenerator"] = [
-            {"name": f"dashboard-{path.stem}", "namespace": "stepahead", "files": [f"dashboards/{path.name}"]}
-            for path in dashboards
-        ]
-        top["generatorOptions"] = {"disableNameSuffixHash": True, "labels": {"grafana_dashboard": "1"}}
     return top
 
 

@@ -8,18 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
-from dashboards.alerts import group
-from dashboards.fleet import fleet
+from dashboards.export import DASHBOARDS, write_alerts, write_dashboards
 from dashboards.grafana import Grafana
-from dashboards.replica import replica
-from dashboards.requests import requests
 
 app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-
-DASHBOARDS = {"fleet": fleet, "replica": replica, "requests": requests}
-ALERTS_FILE = "alerts.yml"
 
 
 @app.command()
@@ -50,13 +43,8 @@ def apply(
 @app.command()
 def export(out: Annotated[Path, typer.Option(help="Folder to write to.")]) -> None:
     """Write dashboards for Grafana's provisioning (*.json) and alerts for Prometheus (alerts.yml)."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name, make in DASHBOARDS.items():
-        (out / f"stepahead-{name}.json").write_text(json.dumps(make(), indent=1) + "\n")
-    (out / ALERTS_FILE).write_text(yaml.safe_dump(group(), sort_keys=False, width=110))
-    typer.echo(
-        f"{', '.join(sorted(path.name for path in out.glob('stepahead-*.json')))}, {ALERTS_FILE}: {out}"
-    )
+    for path in [*write_dashboards(out), write_alerts(out)]:
+        typer.echo(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

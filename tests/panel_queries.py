@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dashboards.__main__ import DASHBOARDS
+from dashboards.export import DASHBOARDS
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import re
 import shutil
@@ -19,11 +20,12 @@ from kubernetes_validate import SchemaNotFoundError, ValidationError, validate
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.__main__ import DEFAULTS, app
-from cluster.render import BASES, application, dump, render, storage
+from cluster.render import BASES, alerts, application, dump, render, storage
 from cluster.schema import Schemas
 from cluster.serve import Application, ServeConfig
 from cluster.settings import Cluster
 from cluster.shape import DEMO
+from dashboards.export import DASHBOARDS
 from deployments.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -96,8 +98,8 @@ def test_a_rendered_overlay_is_valid(cluster: Cluster, schemas: Schemas, tmp_pat
         api_keys=True,
         engine={"max_running_requests": 64},
     )
-    board = tmp_path / "fleet.json"
-    board.write_text('{"title": "Fleet"}')
+    board = tmp_path / "serve_grafana_dashboard.json"  # as Ray names them
+    board.write_text('{"title": "Serve"}')
     render(other, DEMO, tmp_path / "out", [board])
     resources = built(tmp_path / "out")
     assert {r["kind"]: found for r in resources if (found := errors(r, schemas))} == {}
@@ -110,12 +112,14 @@ def test_a_rendered_overlay_is_valid(cluster: Cluster, schemas: Schemas, tmp_pat
     assert "value: demo" not in text
     args = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]
     assert Settings.model_validate(args) == other.args
-    config_map = the("ConfigMap", resources)
-    assert config_map["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    assert config_map["data"] == {"fleet.json": board.read_text()}
+    maps = {r["metadata"]["name"]: r for r in resources if r["kind"] == "ConfigMap"}
+    assert {each["metadata"]["labels"]["grafana_dashboard"] for each in maps.values()} == {"1"}
+    assert maps["dashboard-serve-grafana-dashboard"]["data"] == {board.name: board.read_text()}
+    for name, make in DASHBOARDS.items():
+        assert json.loads(maps[f"dashboard-stepahead-{name}"]["data"][f"stepahead-{name}.json"]) == make()
 
     render(Cluster(overlay=cluster.overlay, replicas=cluster.replicas, routers=2), DEMO, tmp_path / "out")
-    assert not (tmp_path / "out" / "dashboards").exists()  # nothing of the render before is left
+    assert not (tmp_path / "out" / "dashboards" / board.name).exists()  # nothing of the render before
 
 
 @overlays
@@ -154,6 +158,7 @@ def test_the_patches_in_the_repository_are_up_to_date(cluster: Cluster) -> None:
     wanted = {"application.yaml": application(cluster, DEMO), "storage.yaml": storage(cluster, DEMO)}
     for name, patch in wanted.items():
         assert (folder / name).read_text() == dump(patch), "run: python -m cluster overlays"
+    assert (CLUSTER / "overlays" / "gpu" / "alerts.yaml").read_text() == dump(alerts())
 
 
 @overlays

@@ -18,8 +18,9 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import dashboard as models
 
 from dashboards import promql, slo
-from dashboards.__main__ import ALERTS_FILE, DASHBOARDS, main
+from dashboards.__main__ import main
 from dashboards.alerts import ALERTS
+from dashboards.export import DASHBOARDS
 from dashboards.promql import share_within
 from engine.metrics import METRICS, SERVE_LABELS, TIME_TO_FIRST_TOKEN
 from tests.panel_queries import queries
@@ -143,10 +144,10 @@ def test_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         main()
     assert not ended.value.code
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
-    assert files.keys() == {f"stepahead-{name}.json" for name in DASHBOARDS} | {ALERTS_FILE}
+    assert files.keys() == {f"stepahead-{name}.json" for name in DASHBOARDS} | {"alerts.yml"}
     for name, make in DASHBOARDS.items():
         assert json.loads(files[f"stepahead-{name}.json"]) == make()
         # `kubectl apply` keeps the object once more in an annotation, of 256 KiB at most.
         assert len(files[f"stepahead-{name}.json"]) < 200_000
-    rules = yaml.safe_load(files[ALERTS_FILE])["groups"][0]["rules"]
+    rules = yaml.safe_load(files["alerts.yml"])["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == [alert.name for alert in ALERTS]

@@ -12,7 +12,8 @@ from threading import Thread
 
 import pytest
 
-from dashboards.__main__ import DASHBOARDS, main
+from dashboards.__main__ import main
+from dashboards.export import DASHBOARDS
 from tests.fake_grafana import FakeGrafana
 
 PROMETHEUS = "http://prometheus:9090"
