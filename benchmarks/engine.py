@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,90 +34,34 @@ from benchmarks.peers import run_transformers
 from benchmarks.workloads import SHAPES, WORKLOADS, Workload, chat_prompts, limit_ms, save_config
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
-from engine.plan import StepPlan
 from engine.request import Request, SamplingParams
+from engine.timeline import Recording, Timeline
+
+MOST_STEPS = 20_000
 
 
-@dataclass
-class Stopwatch:
-    """Times the engine's calls from outside: the host's phases of a step, and when the device computes."""
-
-    phases: dict[str, list[float]] = field(default_factory=dict)
-    collected: list[float] = field(default_factory=list)
-    decode_only: list[bool] = field(default_factory=list)
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    def attach(self, engine: AsyncEngine) -> None:
-        runner, scheduler = engine._runner, engine._scheduler
-        for owner, name in (
-            (scheduler, "schedule"),
-            (runner, "launch"),
-            (runner, "collect"),
-            (scheduler, "commit"),
-        ):
-            setattr(owner, name, self._timed(getattr(owner, name), self.phases.setdefault(name, [])))
-        launch, collect = runner.launch, runner.collect
-
-        def noting_launch(plan: StepPlan) -> None:
-            self.decode_only.append(len(plan.tokens) == plan.num_decodes)
-            launch(plan)
-
-        def noting_collect() -> Any:
-            result = collect()
-            self.collected.append(time.perf_counter())
-            return result
-
-        runner.launch, runner.collect = noting_launch, noting_collect  # type: ignore[method-assign]
-        if torch.cuda.is_available():
-            run = runner.lanes.compute.run
-
-            def noting_run(work: Callable[[], None]) -> None:
-                def between_events() -> None:
-                    begin, end = (timing_event() for _ in range(2))
-                    begin.record()
-                    work()
-                    end.record()
-                    self.events.append((begin, end))
-
-                run(between_events)
-
-            runner.lanes.compute.run = noting_run  # type: ignore[method-assign]
-
-    @staticmethod
-    def _timed(call: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            begin = time.perf_counter()
-            result = call(*args)
-            if result is not None or args:
-                times.append(time.perf_counter() - begin)
-            return result
-
-        return timed
-
-    def report(self) -> dict[str, Any]:
-        """Of the steps that only decode. Milliseconds, but gaps in microseconds."""
-        steps = [
-            (b - a) * 1e3
-            for a, b, plain in zip(self.collected, self.collected[1:], self.decode_only[1:], strict=False)
-            if plain
-        ]
-        found: dict[str, Any] = {
-            "steps": len(self.collected),
-            "ms_per_step": statistics.median(steps) if steps else None,
-            "ms_per_step_p99": float(np.percentile(steps, 99)) if steps else None,
-            "host_ms": {name: statistics.median(times) * 1e3 for name, times in self.phases.items() if times},
-        }
-        if self.events:
-            torch.cuda.synchronize()
-            busy = [begin.elapsed_time(end) for begin, end in self.events]
-            gaps = [
-                a.elapsed_time(b) * 1e3 for (_, a), (b, _) in zip(self.events, self.events[1:], strict=False)
-            ]
-            whole = self.events[0][0].elapsed_time(self.events[-1][1])
-            found["gpu_active_events"] = sum(busy) / whole
-            found["gap_us_p50"] = float(np.percentile(gaps, 50)) if gaps else None
-            found["gap_us_p99"] = float(np.percentile(gaps, 99)) if gaps else None
-        return found
+def report(recording: Recording) -> dict[str, Any]:
+    """By the engine's own timeline, of the steps that only decode. Milliseconds, but gaps in microseconds."""
+    steps, phases = recording.steps, defaultdict[str, list[float]](list)
+    for span in recording.spans:
+        if span.phase != "idle":
+            phases[span.phase].append((span.end - span.begin) * 1e3)
+    between = [
+        (later.collected - earlier.collected) * 1e3
+        for earlier, later in itertools.pairwise(steps)
+        if later.kind == "decode"
+    ]
+    gaps = [each.timing.gap * 1e6 for each in steps[1:]]
+    computed = sum(each.timing.compute for each in steps)
+    return {
+        "steps": len(steps),
+        "ms_per_step": statistics.median(between) if between else None,
+        "ms_per_step_p99": float(np.percentile(between, 99)) if between else None,
+        "host_ms": {name: statistics.median(times) for name, times in phases.items()},
+        "gpu_active_events": computed / (computed + sum(gaps) / 1e6),
+        "gap_us_p50": float(np.percentile(gaps, 50)) if gaps else None,
+        "gap_us_p99": float(np.percentile(gaps, 99)) if gaps else None,
+    }
 
 
 def timing_event() -> torch.cuda.Event:
@@ -130,6 +74,7 @@ async def run_engine(
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """All requests admitted at once; returns the figures and every request's tokens."""
     engine = AsyncEngine(config)
+    engine.timeline = Timeline(MOST_STEPS)
     begin = time.perf_counter()
     await engine.start()
     start_s = time.perf_counter() - begin
@@ -142,8 +87,7 @@ async def run_engine(
         return tokens
 
     await asyncio.gather(*(generate(f"warm-{i}", p[::-1], min(output, 8)) for i, p in enumerate(prompts)))
-    watch, gate = Stopwatch(), threading.Event()
-    watch.attach(engine)
+    gate, warm = threading.Event(), engine.timeline.recent(1).steps[-1].step
 
     def hold() -> None:
         gate.wait()  # so that no step begins before all requests are there
@@ -155,7 +99,7 @@ async def run_engine(
     gate.set()
     tokens = await asyncio.gather(*tasks)
     total_s = time.perf_counter() - begin
-    figures = watch.report() | {"total_s": total_s, "start_s": start_s}
+    figures = report(engine.timeline.recent(after=warm)) | {"total_s": total_s, "start_s": start_s}
     figures["output_tokens_per_s"] = len(prompts) * output / total_s
     blocks = engine._scheduler.counts().total
     if profile:
