@@ -25,6 +25,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("stepahead")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--schemas", help="folder of custom resource definitions, for the tests of cluster/")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:

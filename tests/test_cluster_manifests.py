@@ -39,11 +39,12 @@ needs_kubectl = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def schemas() -> Schemas:
-    """Of custom resources: `STEPAHEAD_SCHEMAS`, else shared/schemas beside the repository."""
-    folder = Path(os.environ.get("STEPAHEAD_SCHEMAS") or ROOT.parent / "shared" / "schemas")
+def schemas(pytestconfig: pytest.Config) -> Schemas:
+    """Of custom resources: `--schemas`, `STEPAHEAD_SCHEMAS`, else shared/schemas beside the repository."""
+    named = pytestconfig.getoption("--schemas") or os.environ.get("STEPAHEAD_SCHEMAS")
+    folder = Path(named or ROOT.parent / "shared" / "schemas")
     if not folder.is_dir():
-        pytest.skip(f"no schemas of custom resources: {folder} is absent (STEPAHEAD_SCHEMAS names another)")
+        pytest.skip(f"no schemas of custom resources: {folder} is absent (--schemas DIR names another)")
     return Schemas(folder)
 
 
