@@ -3,8 +3,9 @@
     python -m benchmarks.host_step [--json] [--requests 32 256 1024] [--steps 400]
 
 The real scheduler, slots and runner; only the lanes drop their work and a token is drawn at random.
-Prints the median, 99th percentile and phases of the steps in microseconds; with --json the last
-line is the same as JSON.
+Prints the median, 99th percentile and phases of the steps in microseconds, and beside them what the
+timing of a step costs (of which these figures have none, but for reading the clock); with --json
+the last line is the same as JSON.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import torch
 
 from engine.attention import LayerCache, PagedBatch
 from engine.lanes import Event, Lanes, ThreadEvent, Work
-from engine.plan import StepResult
+from engine.plan import StepResult, scratch_plan
 from engine.request import Request, SamplingParams
 from engine.runner import Runner
 from engine.scheduler import Scheduler
+from engine.step_clock import StepClock
+from engine.timeline import Timeline
 
 BLOCK_SIZE = 16
 
@@ -106,7 +109,43 @@ def measure(requests: int, steps: int, prompt: int = 256) -> dict[str, Any]:
     micros = np.array(times[10:]) * 1e6
     names = ("schedule", "launch", "commit", "whole")
     figures: dict[str, Any] = {name: float(np.median(micros[:, i])) for i, name in enumerate(names)}
-    return {"requests": requests} | figures | {"whole_p99": float(np.percentile(micros[:, 3], 99))}
+    p99 = float(np.percentile(micros[:, 3], 99))
+    return {"requests": requests} | figures | {"whole_p99": p99, "timing": timing_cost(requests)}
+
+
+def timing_cost(requests: int, steps: int = 2000) -> float:
+    """Microseconds that the timeline and the step clock add to the host's part of a step."""
+    plan = scratch_plan(requests, requests, 2, 1)
+    tokens = np.zeros(requests, np.int32)
+    lane = NoLane()
+    clock = StepClock(Lanes(lane, lane, lane, ThreadEvent, lambda: None, ThreadEvent), depth=1)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def timed_result() -> StepResult:
+        marks = clock.take()
+        for mark in marks:
+            lane.record(mark)
+        return StepResult(0, tokens, clock.read(marks, time.perf_counter()))
+
+    def run(phases: list[Any], launch: Any, collect: Any) -> float:
+        laps = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            phases[0](block=False)
+            for phase in phases[1:]:
+                phase(plan)
+            launch(plan)
+            collect()
+            laps.append(time.perf_counter() - begin)
+        return float(np.median(laps)) * 1e6
+
+    timeline = Timeline()
+    wrapped = [timeline.inbox(nothing), timeline.publish(nothing), timeline.schedule(nothing)]
+    wrapped += [timeline.commit(nothing), timeline.publish(nothing)]
+    bare = run([nothing] * 5, nothing, lambda: StepResult(0, tokens))
+    return run(wrapped, timeline.launch(nothing), timeline.collect(timed_result)) - bare
 
 
 def main() -> None:
@@ -119,12 +158,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = [measure(n, args.steps) for n in args.requests]
-    print(f"{'requests':>8} {'schedule':>9} {'launch':>9} {'commit':>9} {'whole':>9} {'p99':>9}  us a step")
+    names = ("schedule", "launch", "commit", "whole", "whole_p99", "timing")
+    print(f"{'requests':>9}", *(f"{name:>9}" for name in names), " us a step")
     for x in found:
-        phases = " ".join(
-            f"{x[name]:9.1f}" for name in ("schedule", "launch", "commit", "whole", "whole_p99")
-        )
-        print(f"{x['requests']:8} {phases}")
+        print(f"{x['requests']:9}", *(f"{x[name]:9.1f}" for name in names))
     if args.json:
         print(json.dumps({"unit": "us", "steps": found}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class LaneTimes(NamedTuple):
 def busy_periods(steps: list[StepTimes]) -> list[tuple[int, int]]:
     """Ranges (first, behind the last) of steps without idleness between them."""
     firsts = [i for i, each in enumerate(steps) if each.after_idle or not i]
-    return list(zip(firsts, [*firsts[1:], len(steps)], strict=True))
+    return list(itertools.pairwise([*firsts, len(steps)]))
 
 
 def align(steps: list[StepTimes]) -> LaneTimes:

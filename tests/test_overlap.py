@@ -62,7 +62,7 @@ def asynchronous(n: int) -> Recording:
     for number in range(n):
         begin = 100.0 + WORK + number * COMPUTE
         launched = 100.0 if not number else begin - COMPUTE + DOWNLOAD + 0.001
-        asked = launched + WORK
+        asked = begin + DOWNLOAD + 0.001 + WORK  # the next one is launched by then
         steps.append(step(number, launched, begin, begin if number else None, asked))
         spans += [
             Span("launch", number, launched, launched + WORK),
