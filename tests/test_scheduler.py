@@ -4,120 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import FinishReason, Output, Request, RequestError, SamplingParams, State
-from engine.scheduler import Scheduler
-from tests.fake_device import VOCAB, FakeDevice, reference
-
-
-@dataclass
-class Bench:
-    """Scheduler and fake device, driven like the engine's loop. Checks invariants after every step."""
-
-    depth: int = 2
-    num_blocks: int = 64
-    block_size: int = 4
-    context_length: int = 64
-    max_running: int = 8
-    max_tokens: int = 16
-    prefix_caching: bool = True
-    outputs: dict[Request, list[int]] = field(default_factory=dict)
-    ended: dict[Request, FinishReason] = field(default_factory=dict)
-    decoded: list[set[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            context_length=self.context_length,
-            max_running_requests=self.max_running,
-            max_tokens_per_step=max(self.max_tokens, self.max_running),
-            prefix_caching=self.prefix_caching,
-        )
-        self.device = FakeDevice(self.num_blocks, self.block_size, self.max_running)
-
-    def add(self, request: Request) -> Request:
-        self.scheduler.add(request)
-        self.outputs[request] = list(request.generated)
-        return request
-
-    def abort(self, request: Request) -> None:
-        output = self.scheduler.abort(request)
-        if output is not None:
-            self.take([output])
-        self.scheduler.check()
-
-    def take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            assert output.request not in self.ended, "output after the end"
-            assert output.position == len(self.outputs[output.request]), "a token lost or doubled"
-            self.outputs[output.request].extend(output.tokens)
-            if output.finish_reason is not None:
-                self.ended[output.request] = output.finish_reason
-
-    def step(self) -> bool:
-        """One turn of the loop. False if there was nothing to do."""
-        plan = self.scheduler.schedule()
-        self.scheduler.check()
-        if plan is not None:
-            assert len(plan.tokens) <= self.scheduler.max_tokens_per_step
-            self.decoded.append(set(plan.sequences["row"].tolist()))
-            self.device.launch(plan)
-        in_flight = self.scheduler.num_in_flight
-        if in_flight and (in_flight == self.depth or plan is None):
-            self.take(self.scheduler.commit(self.device.collect()))
-            self.scheduler.check()
-            return True
-        return plan is not None
-
-    def run(self, max_steps: int = 100_000) -> None:
-        for _ in range(max_steps):
-            if not self.step():
-                break
-        else:
-            pytest.fail("the trace does not end")
-        assert not self.scheduler.has_work, "work left and nothing scheduled"
-        counts = self.scheduler.counts()
-        assert counts.owned == 0
-        assert counts.free + counts.cached == counts.total
-        assert sum(self.scheduler.counters.finished.values()) == self.scheduler.counters.admitted
-
-    def expect_reference(self) -> None:
-        """Every request's tokens are what it generates alone; an aborted one's are a beginning of that."""
-        for request, output in self.outputs.items():
-            sampling = request.sampling
-            limit = sampling.max_tokens or self.scheduler.context_length - request.num_prompt
-            stop = () if sampling.ignore_eos else sampling.stop_token_ids
-            wanted = reference(request.prompt, limit, stop, sampling.seed)
-            if self.ended[request] is FinishReason.ABORT:
-                assert output == wanted[: len(output)]
-            else:
-                assert output == wanted
-                stopped = bool(stop) and output[-1] in stop
-                assert self.ended[request] is (FinishReason.STOP if stopped else FinishReason.LENGTH)
-
-
-def make(prompt: list[int], max_tokens: int | None = 5, **kwargs: object) -> Request:
-    params = {k: kwargs.pop(k) for k in ("seed", "stop_token_ids", "ignore_eos") if k in kwargs}
-    return Request("r", prompt, SamplingParams(max_tokens=max_tokens, **params), **kwargs)  # type: ignore[arg-type]
-
+from engine.plan import StepResult
+from engine.request import FinishReason, Request, RequestError, SamplingParams, State
+from tests.fake_device import VOCAB, reference
+from tests.scheduler_bench import Bench, make
 
 # Random traces
 
 requests = st.builds(
-    lambda shared, own, max_tokens, eos, ignore, seed, priority, salt: make(
+    lambda shared, own, max_tokens, eos, ignore, **kwargs: make(
         [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12][:shared] + own,
         max_tokens,
         stop_token_ids=(0, 1) if eos else (),
         ignore_eos=ignore,
-        seed=seed,
-        priority=priority,
-        cache_salt=salt,
+        **kwargs,
     ),
     shared=st.integers(0, 12),
     own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
@@ -125,18 +31,27 @@ requests = st.builds(
     eos=st.booleans(),
     ignore=st.sampled_from([False, False, True]),
     seed=st.integers(-(2**63), 2**64 - 1),
-    priority=st.sampled_from([0, 0, 1]),
-    salt=st.sampled_from([b"", b"", b"a"]),
+    priority=st.sampled_from([0, 0, 0, 1, -1, 5]),
+    cache_salt=st.sampled_from([b"", b"", b"a"]),
+    client=st.sampled_from(["", "", "a", "b"]),
+    timeout=st.sampled_from([None, None, 1.0, 4.0]),
+    queue_timeout=st.sampled_from([None, None, 0.5, 4.0]),
 )
+steps = [st.just("step")] * 4
 events = st.lists(
     st.one_of(
-        requests, st.integers(0, 30), st.just("reply"), st.just("step"), st.just("step"), st.just("step")
+        requests,
+        st.integers(0, 30),  # abort
+        st.sampled_from([0.3, 1.0]),  # time passes
+        st.just("reply"),
+        st.just("choices"),
+        *steps,
     ),
     max_size=60,
 )
 
 
-def play(bench: Bench, trace: list[Request | int | str]) -> None:
+def play(bench: Bench, trace: list[Request | int | float | str]) -> None:
     sent: list[Request] = []
     for event in trace:
         if isinstance(event, Request):
@@ -144,12 +59,19 @@ def play(bench: Bench, trace: list[Request | int | str]) -> None:
         elif isinstance(event, int):
             if sent:
                 bench.abort(sent[event % len(sent)])
+        elif isinstance(event, float):
+            bench.wait(event)
         elif event == "reply":
             ended = [each for each in sent if each in bench.ended and each.num_tokens < 30]
             if ended:  # the next turn of a conversation: a prompt that its blocks hold, answer included
                 before = ended[-1]
                 prompt = [*before.prompt, *bench.outputs[before], 1]
                 sent.append(bench.add(make(prompt, 8, seed=len(sent), cache_salt=before.cache_salt)))
+        elif event == "choices" and sent:  # more answers to one prompt
+            like = sent[-1]
+            for seed in range(3):
+                again = make(like.prompt, 6, seed=seed, priority=like.priority, client=like.client)
+                sent.append(bench.add(again))
         else:
             bench.step()
     bench.run()
@@ -169,14 +91,14 @@ benches = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(benches, events)
-def test_random_traces(bench: Bench, trace: list[Request | int | str]) -> None:
+def test_random_traces(bench: Bench, trace: list[Request | int | float | str]) -> None:
     play(bench, trace)
 
 
 @pytest.mark.nightly
 @settings(max_examples=10_000, deadline=None)
 @given(benches, events)
-def test_random_traces_nightly(bench: Bench, trace: list[Request | int | str]) -> None:
+def test_random_traces_nightly(bench: Bench, trace: list[Request | int | float | str]) -> None:
     play(bench, trace)
 
 
@@ -407,3 +329,226 @@ def test_sampling_params_out_of_range(field: str, value: float) -> None:
     with pytest.raises(RequestError, match=field) as refused:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert refused.value.field == field
+
+
+# One prefill for what is equal
+
+
+def test_many_answers_to_one_prompt_take_one_prefill() -> None:
+    """The first computes the prompt; each other one what lies after its last full block, in the same step."""
+    bench = Bench(num_blocks=600, max_running=128, max_tokens=1000, block_size=4)
+    prompt = [i % 13 for i in range(42)]
+    for seed in range(128):
+        bench.add(make(prompt, 3, seed=seed))
+    bench.step()
+    counters = bench.scheduler.counters
+    assert len(bench.scheduler.running) == 128
+    assert counters.prompt_tokens == 42 + 127 * (42 - 40)
+    assert bench.scheduler.counts().owned == 10 + 128
+    bench.run()
+    bench.expect_reference()
+    assert len({tuple(output) for output in bench.outputs.values()}) > 64, "each has its own noise"
+
+
+def test_a_long_prefix_is_computed_once_though_it_takes_several_steps() -> None:
+    bench = Bench(num_blocks=200, context_length=256, max_running=8, max_tokens=16)
+    prefix = [i % 13 for i in range(100)]
+    for i in range(8):
+        bench.add(make([*prefix, i], 3, seed=i))
+    bench.run()
+    bench.expect_reference()
+    assert bench.scheduler.counters.prompt_tokens == 101 + 7
+    assert bench.scheduler.counters.steps < 12
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt"])
+@pytest.mark.parametrize("launched", [1, 2])
+def test_blocks_of_a_writer_that_goes_away_while_it_is_in_flight_stay_right(end: str, launched: int) -> None:
+    bench = Bench(depth=3, num_blocks=60, max_tokens=32)
+    writer = bench.add(make([7] * 20, 9))
+    for _ in range(launched):
+        bench.step()
+    assert bench.scheduler.num_in_flight == launched
+    if end == "abort":
+        bench.abort(writer)
+    else:
+        bench.scheduler._preempt(writer)
+    reader = bench.add(make([7] * 21, 9))
+    bench.run()
+    bench.expect_reference()
+    assert reader.num_cached == 20
+
+
+def test_a_block_that_another_request_has_computed_meanwhile_is_not_registered_twice() -> None:
+    bench = Bench(max_tokens=8)
+    urgent = make([5] * 9, 3, priority=-1)
+    bench.add(make([5] * 9, 3))
+    bench.step()
+    bench.add(urgent)
+    bench.run()
+    bench.expect_reference()
+
+
+# Priorities
+
+
+def test_an_urgent_request_takes_the_row_of_the_newest_least_urgent_one() -> None:
+    bench = Bench(max_running=3)
+    kept = [bench.add(make([i], 30, ignore_eos=True, priority=p)) for i, p in enumerate((0, 5, 5))]
+    for _ in range(3):
+        bench.step()
+    urgent = bench.add(make([9], 3, ignore_eos=True, priority=1))
+    bench.step()
+    assert [each.state for each in kept] == [State.RUNNING, State.RUNNING, State.WAITING]
+    assert urgent.state is State.RUNNING
+    bench.run()
+    bench.expect_reference()
+    assert [each.admissions for each in kept] == [1, 1, 2]
+    assert next(iter(bench.ended)) is urgent
+
+
+def test_an_urgent_request_takes_blocks_and_its_prompt_goes_first() -> None:
+    bench = Bench(num_blocks=21, context_length=60, max_tokens=8, prefix_caching=False)
+    long = bench.add(make([1] * 55, 5, ignore_eos=True, priority=3))
+    bench.step()
+    urgent = bench.add(make([2] * 30, 2, ignore_eos=True))
+    bench.step()
+    assert (long.state, urgent.state) == (State.WAITING, State.RUNNING)
+    bench.run()
+    bench.expect_reference()
+    assert list(bench.ended) == [urgent, long]
+
+
+def test_a_prompt_under_way_waits_for_a_more_urgent_one_and_keeps_what_it_has() -> None:
+    bench = Bench(num_blocks=100, max_tokens=8)
+    long = bench.add(make([1] * 40, 2, priority=3))
+    bench.step()
+    urgent = bench.add(make([2] * 16, 2))
+    bench.run()
+    bench.expect_reference()
+    assert list(bench.ended) == [urgent, long]
+    assert long.admissions == 1
+
+
+def test_equal_priority_takes_nothing() -> None:
+    bench = Bench(max_running=1)
+    first = bench.add(make([1], 9, ignore_eos=True))
+    bench.step()
+    bench.add(make([2], 1))
+    bench.run()
+    assert first.admissions == 1
+
+
+def test_nobody_loses_blocks_where_that_would_not_help() -> None:
+    bench = Bench(num_blocks=21, context_length=60, max_running=4, prefix_caching=False)
+    first = bench.add(make([1] * 50, 10, ignore_eos=True))
+    small = bench.add(make([2] * 8, 6, ignore_eos=True, priority=9))
+    for _ in range(5):
+        bench.step()
+    bench.add(make([3] * 30, 1, priority=4))  # it needs more than the two of them leave
+    bench.step()
+    assert small.state is State.RUNNING
+    bench.run()
+    bench.expect_reference()
+    assert (first.admissions, small.admissions) == (1, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_cache_of_a_few_blocks_and_a_stream_of_urgent_requests_end(depth: int) -> None:
+    """No livelock: whoever preempts is more urgent or older, so there is always one that gets on."""
+    bench = Bench(depth=depth, num_blocks=11, context_length=40, max_running=8, max_tokens=9)
+    for i in range(60):
+        bench.add(make([i % 13] * (1 + 7 * i % 20), 1 + 11 * i % 19, priority=-(i % 7), seed=i))
+        if i % 3 == 0:
+            bench.step()
+    bench.run(20_000)
+    bench.expect_reference()
+    assert bench.scheduler.counters.preemptions > 20
+
+
+# Time
+
+
+def test_time_runs_out_in_the_queue_and_while_running() -> None:
+    bench = Bench(max_running=1)
+    running = bench.add(make([1], 50, ignore_eos=True, timeout=5.0, queue_timeout=1.0))
+    queued = bench.add(make([2], 5, queue_timeout=2.0))
+    patient = bench.add(make([3], 5, timeout=100.0))
+    for _ in range(4):
+        bench.step()
+    bench.wait(2.0)
+    assert bench.ended == {queued: FinishReason.TIMEOUT}
+    bench.wait(2.9)
+    assert running not in bench.ended
+    bench.wait(0.1)
+    assert bench.ended[running] is FinishReason.TIMEOUT
+    assert bench.outputs[running] and not bench.outputs[queued]
+    bench.run()
+    bench.expect_reference()
+    assert bench.ended[patient] is FinishReason.LENGTH
+    assert bench.scheduler.counters.wasted_tokens == 1  # in flight when its time ran out
+
+
+def test_a_preempted_request_no_longer_has_a_queue_deadline() -> None:
+    bench = Bench(num_blocks=40)
+    request = bench.add(make([1] * 5, 6, queue_timeout=1.0))
+    bench.step()
+    bench.scheduler._preempt(request)
+    bench.wait(9.0)
+    bench.run()
+    bench.expect_reference()
+    assert bench.ended[request] is not FinishReason.TIMEOUT
+
+
+@pytest.mark.parametrize("field", ["timeout", "queue_timeout"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_times_that_are_none(field: str, value: float) -> None:
+    with pytest.raises(RequestError) as refused:
+        Bench().add(make([1], 1, **{field: value}))
+    assert refused.value.field == field
+
+
+# The books
+
+
+def test_a_newcomer_leaves_room_for_those_who_run() -> None:
+    """Else it would be preempted by the next block that one of them needs, and begin again."""
+    bench = Bench(num_blocks=12, context_length=44, max_running=4, prefix_caching=False)
+    bench.add(make([1] * 8, 30, ignore_eos=True))
+    bench.step()
+    newcomer = bench.add(make([2] * 36, 1, ignore_eos=True))  # all nine blocks that are left
+    bench.step()
+    assert newcomer.state is State.WAITING
+    small = bench.add(make([3] * 2, 1, ignore_eos=True, priority=-1))
+    bench.step()
+    assert small.state is State.RUNNING
+    bench.run()
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_results_are_taken_in_order_only() -> None:
+    bench = Bench()
+    bench.add(make([1, 2], 9))
+    plans = [bench.scheduler.schedule(), bench.scheduler.schedule()]
+    assert plans[1] is not None
+    with pytest.raises(ValueError, match="result of step 1 where step 0 was due"):
+        bench.scheduler.commit(StepResult(1, plans[1].sequences["row"]))
+
+
+def test_a_row_that_nobody_owns_is_not_given_back() -> None:
+    bench = Bench()
+    request = bench.add(make([1, 2], 9))
+    bench.step()
+    row = request.row
+    bench.scheduler.rows.release(row)
+    with pytest.raises(ValueError, match=f"row {row} has no owner"):
+        bench.scheduler.rows.release(row)
+
+
+def test_prefixes_are_not_shared_across_models() -> None:
+    caches = [Bench(identity=identity).scheduler.cache for identity in (b"a", b"b")]
+    tokens = np.arange(4, dtype=np.int32)
+    hashes: list[list[bytes]] = [[], []]
+    for cache, chain in zip(caches, hashes, strict=True):
+        cache.extend_hashes(chain, tokens, 1)
+    assert hashes[0] != hashes[1]
