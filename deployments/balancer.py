@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.load import Load
-from deployments.prefix_index import PrefixIndex
+from deployments.prefix_index import PrefixIndex, chain_of
 
 Tokens: TypeAlias = npt.NDArray[np.float64]
 """One number of tokens for each replica."""
@@ -45,6 +45,9 @@ SETTLE = 0.02
 
 STALE = 10.0
 """Seconds after which the word of a replica that sends no frames is worth nothing."""
+
+AVOIDED = 1e12
+"""Tokens; more than any replica has to do."""
 
 SESSIONS = 1 << 16
 """Sessions that are remembered, the least recent forgotten first."""
@@ -83,7 +86,6 @@ class Balancer:
 
     def __init__(
         self,
-        identity: str = "",
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
@@ -92,45 +94,36 @@ class Balancer:
         self._lock = threading.Lock()
         self._clock = clock
         self._rng = rng or random.Random()
-        self._prefixes = PrefixIndex(identity, capacity)
+        self._index = PrefixIndex(capacity)
         self._slots: dict[str, int] = {}
         self._names: list[str | None] = []
         self._unseen: dict[str, dict[Hashable, _Placement]] = {}  # not yet in what their replica reports
         self._placements: dict[Hashable, _Placement] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._removed: list[Callable[[str], None]] = []
+        self._followers: list[Callable[[frozenset[str]], object]] = []
         self._reported = self._speed = self._stamp = self._sent = np.zeros(0)
 
     # Replicas
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """These replicas take requests, and no others."""
-        wanted = set(names)
+        wanted = frozenset(names)
         with self._lock:
-            removed = [name for name in self._slots if name not in wanted]
-            self._remove(removed)
-            for name in wanted - self._slots.keys():
+            before = self._slots.keys() | ()
+            self._remove([name for name in self._slots if name not in wanted])
+            for name in wanted - before:
                 self._add(name)
-        for name in removed:
-            for callback in self._removed:
-                callback(name)
+        if wanted != before:
+            for callback in self._followers:
+                callback(wanted)
 
-    def remove(self, name: str) -> None:
-        """This replica takes no requests any more."""
-        self.set_replicas([other for other in self._slots if other != name])
+    def on_replicas(self, callback: Callable[[frozenset[str]], object]) -> None:
+        """Call back with the names of those that take requests, whenever they are others than before.
 
-    def on_removed(self, callback: Callable[[str], None]) -> None:
-        """Call back with the name of each replica that takes no requests any more.
-
-        It may still finish those it has: Ray Serve removes a replica from here before it stops it.
-        The callback runs on whatever thread Serve's own router has; hop to yours.
+        One that is gone may still finish what it has: Ray Serve removes it from here before it stops
+        it. The callback runs on whatever thread Serve's own router has; hop to yours.
         """
-        self._removed.append(callback)
-
-    def replica_of(self, key: Hashable) -> str | None:
-        """Where a request is, or None if it is nowhere (yet)."""
-        placement = self._placements.get(key)
-        return placement.replica if placement else None
+        self._followers.append(callback)
 
     def _remove(self, names: list[str]) -> None:
         bits = 0
@@ -141,7 +134,7 @@ class Balancer:
             self._reported[slot], self._sent[slot] = 0.0, np.inf
             del self._unseen[name]
         if bits:
-            self._prefixes.forget(bits)
+            self._index.forget(bits)
 
     def _add(self, name: str) -> None:
         if None not in self._names:
@@ -157,34 +150,46 @@ class Balancer:
 
     # Requests
 
-    def place(self, key: Hashable, prompt: Sequence[int], session: str | None = None) -> str:
+    def place(
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        *,
+        model: str = "",
+        session: str | None = None,
+        avoid: Iterable[str] = (),
+    ) -> str:
         """The replica for a request, which counts as sent there from now on.
 
-        `key` names the request here. All requests of a `session` go where the last one went, as if
-        that replica had their whole prompt, unless it has much more to do than others.
+        `key` names the request here, `tokens` are to be computed before it decodes. All requests of
+        a `session` go where the last one went, as if that replica had all their tokens, unless it
+        has much more to do than others. Replicas to `avoid` are chosen only where there is no other.
         Raises `LookupError` if there is no replica.
         """
-        chain = self._prefixes.chain(prompt)
+        chain = chain_of(tokens, model)
         with self._lock:
             if not self._slots:
                 raise LookupError("no replica")
             load = self._load()
-            found = self._prefixes.match(chain)
-            score = scores(len(prompt), load, ((_indices(bits), tokens) for bits, tokens in found))
+            found = self._index.match(chain)
+            score = scores(len(tokens), load, ((_indices(bits), n) for bits, n in found))
             if session is not None and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
                 score[last] = LOAD_WEIGHT * load[last]
+            for name in avoid:
+                if (slot := self._slots.get(name)) is not None:
+                    score[slot] += AVOIDED
             slot = lowest(score, load, self._rng)
-            name = self._names[slot]
-            assert name is not None
-            cached = next((tokens for bits, tokens in found if bits >> slot & 1), 0)
-            self._prefixes.add(chain, slot)
+            chosen = self._names[slot]
+            assert chosen is not None
+            cached = next((n for bits, n in found if bits >> slot & 1), 0)
+            self._index.add(chain, slot)
             if session is not None:
-                self._sessions[session] = name
+                self._sessions[session] = chosen
                 self._sessions.move_to_end(session)
                 if len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
-            self._assign(key, name, len(prompt) - cached + OUTPUT)
-        return name
+            self._assign(key, chosen, len(tokens) - cached + OUTPUT)
+        return chosen
 
     def accepted(self, key: Hashable, name: str) -> None:
         """A request has arrived on this replica, which need not be the one that was chosen."""
@@ -202,8 +207,8 @@ class Balancer:
             if placement := self._placements.pop(key, None):
                 self._settle(key, placement)
 
-    def observe(self, name: str, load: Load) -> None:
-        """A replica has said what it has to do."""
+    def observe(self, name: str, load: Load, prefixes: Iterable[Sequence[int]] = ()) -> None:
+        """A replica has said what it has to do, and the chains of prompts that other Routers have sent it."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
@@ -212,6 +217,8 @@ class Balancer:
             self._reported[slot] = load.prefill_tokens + OUTPUT * (load.running + load.waiting)
             self._speed[slot] = load.tokens_per_s
             self._stamp[slot] = now
+            for prefix in prefixes:
+                self._index.add(prefix, slot)
             if unseen := self._unseen[name]:
                 for key, placement in list(unseen.items()):
                     if placement.accepted is not None and now - placement.accepted >= SETTLE:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from deployments.load import LoadMeter
+from deployments.prefix_index import chain_of
 from deployments.submission import Reason, Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
@@ -84,6 +85,7 @@ class Executor:
         except RequestError as error:
             return self._refuse("invalid", str(error), error.field)
         tape.put(Record(*key, len(submission.generated), []))  # it is in
+        self._tell_others(submission)
         try:
             await tape.delivery(key)
         except TapeLost as error:
@@ -95,6 +97,18 @@ class Executor:
         if failure:
             return self._refuse("lost", failure)
         return self._refuse("moved", "the Router asked for it back") if tape.moving else None
+
+    def _tell_others(self, submission: Submission) -> None:
+        """So that each Router knows of all prefixes: one session's requests come through any of them."""
+        others = [
+            opened.result()
+            for address, opened in self._tapes.items()
+            if address != submission.tape and opened.done() and not (opened.cancelled() or opened.exception())
+        ]
+        if others:
+            prefix = chain_of(submission.prompt + submission.generated, submission.model)
+            for tape in others:
+                tape.tell(prefix)
 
     def _refuse(self, reason: Reason, message: str, field: str | None = None) -> Refusal:
         return Refusal(reason, message, field, self._name)

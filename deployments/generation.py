@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable, Collection
 from itertools import count
 from typing import TypeAlias
 
-from deployments.load import Load
 from deployments.submission import Refusal, Submission
-from deployments.tape import Address, Record, TapeListener
+from deployments.tape import Address, Observe, Record, TapeListener
 from engine.request import FinishReason, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -110,12 +109,10 @@ class Generation:
 class Dispatcher:
     """The generations of one Router, and its end of the tapes they come on.
 
-    `observe` is called with the name and the load of a replica, whenever that is heard of.
+    `observe` is called with what is heard of a replica: its name, its load, what others have sent it.
     """
 
-    def __init__(
-        self, submit: Submit, model: str, observe: Callable[[str, Load], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, submit: Submit, model: str, observe: Observe = lambda *_: None) -> None:
         self._submit = submit
         self._model = model
         self._requests = count()

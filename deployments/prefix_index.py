@@ -2,12 +2,14 @@
 
 A prompt is a chain of blocks, each block's hash covering its tokens and, through its predecessor,
 everything before them, as in `engine/kv_cache.py`. The index need not be right: a replica may have
-evicted what is listed here, and then computes it again. So Python's own hash does, which takes a
-few nanoseconds a token, and blocks are larger than the engine's.
+evicted what is listed here, and then computes it again. So Python's own hash does, which takes ten
+nanoseconds a token and is the same in every process for numbers; and blocks are larger than the
+engine's.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -15,28 +17,27 @@ BLOCK = 64
 """Tokens; shorter prompts are not worth a detour."""
 
 
+def chain_of(tokens: Sequence[int], model: str) -> list[int]:
+    """The hashes of the full blocks of `tokens`, which differ for each model; alike in all processes."""
+    parent, hashes = zlib.crc32(model.encode()), []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        parent = hash((parent, *tokens[start : start + BLOCK]))
+        hashes.append(parent)
+    return hashes
+
+
 class PrefixIndex:
     """Chains of blocks, and the replicas that hold them as the bits of an integer.
 
-    At most `capacity` blocks, the least recently used forgotten first. `identity` (the model, say)
-    is part of every chain. Not thread-safe.
+    At most `capacity` blocks, the least recently used forgotten first. Not thread-safe.
     """
 
-    def __init__(self, identity: str = "", capacity: int = 1 << 17) -> None:
-        self._root = hash(identity)
+    def __init__(self, capacity: int = 1 << 17) -> None:
         self._capacity = capacity
         self._holders: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
-
-    def chain(self, tokens: Sequence[int]) -> list[int]:
-        """The hashes of the full blocks of `tokens`."""
-        parent, hashes = self._root, []
-        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            parent = hash((parent, *tokens[start : start + BLOCK]))
-            hashes.append(parent)
-        return hashes
 
     def match(self, chain: Sequence[int]) -> list[tuple[int, int]]:
         """Replicas by how much of the chain they hold: (bits, tokens), each replica in one pair at most."""

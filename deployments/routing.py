@@ -22,7 +22,7 @@ _balancers: dict[DeploymentID, Balancer] = {}
 
 def balancer_of(deployment: DeploymentID) -> Balancer:
     """The `Balancer` that this process uses for a deployment; a handle's `deployment_id` names it."""
-    return _balancers.setdefault(deployment, Balancer(str(deployment)))
+    return _balancers.setdefault(deployment, Balancer())
 
 
 def key_of(submission: Submission) -> Hashable:
@@ -49,7 +49,13 @@ class TokenRouter(FIFOMixin, RequestRouter):
         if submission is None:
             return [others]
         try:
-            best = self._by_name[self._balancer.place(key_of(submission), submission.prompt)]
+            name = self._balancer.place(
+                key_of(submission),
+                submission.prompt + submission.generated,
+                model=submission.model,
+                avoid=submission.avoid,
+            )
+            best = self._by_name[name]
         except LookupError:  # the last one has just died
             return []
         return [[best], others]

@@ -24,6 +24,7 @@ import secrets
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import TypeAlias, cast
 
@@ -40,6 +41,13 @@ Key: TypeAlias = tuple[int, int]
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO = 256  # bytes that a peer may send before it has shown that it belongs here
 _CONNECT_TIMEOUT = 10.0  # seconds
+
+
+Observe: TypeAlias = Callable[[str, Load, list[list[int]]], None]
+"""(name of a replica, its load, what other Routers have sent there)"""
+
+MAX_PREFIXES = 256
+"""Prompts of others that wait to be told to a Router, the newest."""
 
 
 class TapeLost(ConnectionError):
@@ -80,6 +88,8 @@ class Frame(msgspec.Struct, array_like=True):
 
     load: Load
     records: list[Record]
+    prefixes: list[list[int]] = []
+    """What other Routers have sent there since the frame before, see `deployments/prefix_index.py`."""
 
 
 def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
@@ -166,6 +176,7 @@ class Tape(_Connection):
         self._loop = asyncio.get_running_loop()
         self._delivered: dict[Key, asyncio.Future[None]] = {}
         self._pending: dict[Key, Record] = {}
+        self._prefixes: deque[list[int]] = deque(maxlen=MAX_PREFIXES)
         self._outstanding: list[Key] | None = None  # what ends with the frame on its way
         self._flush_scheduled = False
 
@@ -222,6 +233,15 @@ class Tape(_Connection):
             earlier.finish_reason = record.finish_reason
             earlier.error = record.error
             earlier.num_cached = record.num_cached
+        self._flush_soon()
+
+    def tell(self, prefix: list[int]) -> None:
+        """Send the hashes of a prompt that another Router has sent here. A slow Router misses the oldest."""
+        if self._transport is not None:
+            self._prefixes.append(prefix)
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
         # Not at once: the other records of this step come within the same callback.
         if self._outstanding is None and not self._flush_scheduled:
             self._flush_scheduled = True
@@ -229,12 +249,13 @@ class Tape(_Connection):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._outstanding is not None or not self._pending:
+        if self._outstanding is not None or not (self._pending or self._prefixes):
             return
         records = list(self._pending.values())
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
-        self.send(self._encode(Frame(self._load(), records)))
+        self.send(self._encode(Frame(self._load(), records, list(self._prefixes))))
+        self._prefixes.clear()
 
     def frame_received(self, payload: bytes) -> None:
         unwanted = self._decode(payload)
@@ -270,10 +291,10 @@ class TapeListener:
 
     `deliver` is called with each record, in order; False means that nobody waits for it, and the
     replica is told to stop that request. `observe` is called with the name and the load of a
-    replica, before the records of the same frame are delivered.
+    replica and the prefixes of others, before the records of the same frame are delivered.
     """
 
-    def __init__(self, deliver: Callable[[Record], bool], observe: Callable[[str, Load], None]) -> None:
+    def __init__(self, deliver: Callable[[Record], bool], observe: Observe) -> None:
         self._deliver = deliver
         self._observe = observe
         self._connections: set[_Reader] = set()
@@ -338,7 +359,7 @@ class _Reader(_Connection):
             self.max_frame = 2**32
             return self.ask_back()
         frame = self._decode(payload)
-        self._listener._observe(self._replica, frame.load)
+        self._listener._observe(self._replica, frame.load, frame.prefixes)
         deliver = self._listener._deliver
         unwanted = [
             record.key for record in frame.records if not deliver(record) and record.finish_reason is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,11 @@ import pytest
 
 from deployments.execution import Executor
 from deployments.generation import ATTEMPTS, SHUTTING_DOWN, Dispatcher, Generation
+from deployments.load import Load
+from deployments.prefix_index import BLOCK, chain_of
 from deployments.submission import Refusal, Submission
+from deployments.tape import Record
+from deployments.tape import Observe
 from engine.request import FinishReason, Output, SamplingParams
 from tests.memory_engine import MemoryEngine, text_of
 
@@ -26,6 +31,8 @@ class Cluster:
     executors: list[Executor] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     calls: list[asyncio.Task[Refusal | None]] = field(default_factory=list)
+    deaf: bool = False
+    """Whether it loses cancellations."""
     order: list[int] = field(default_factory=list)
     """The replica of each submission; by default they take turns."""
 
@@ -42,7 +49,8 @@ class Cluster:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
             if not call.done():
-                call.cancel()
+                if not self.deaf:
+                    call.cancel()
                 raise
             return Refusal("lost", "the replica died")
 
@@ -266,27 +274,50 @@ async def test_stop_aborts_on_the_replica() -> None:
 async def test_a_lost_cancellation_takes_effect_at_the_next_token() -> None:
     engine = MemoryEngine()
     async with dispatching(engine) as (dispatcher, cluster):
-        executor = cluster.executors[0]
-        cancelled: list[Submission] = []
-
-        async def deaf(submission: Submission) -> Refusal | None:
-            call = asyncio.create_task(executor.run(submission))
-            cluster.calls.append(call)
-            try:
-                return await asyncio.shield(call)
-            except asyncio.CancelledError:
-                cancelled.append(submission)
-                raise
-
-        dispatcher._submit = deaf
+        cluster.deaf = True
         reader = Reader(dispatcher, max_tokens=100)
-        await engine.submitted.wait()
+        await reader.generation.admitted.wait()
         dispatcher.stop(reader.generation)
         await asyncio.sleep(0)
-        assert cancelled
         assert engine.running  # nobody has told it
         engine.step()
         await cluster.calls[0]  # ends without another step
+        assert not engine.running
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_each_of_1000_that_leave_is_aborted_before_its_second_token(lost: bool) -> None:
+    """With every cancellation of Ray Serve lost, too: then the tape brings it."""
+    engine = MemoryEngine(capacity=1000)
+    async with dispatching(engine) as (dispatcher, cluster):
+        ends: dict[int, int] = {}
+        deliver = dispatcher._listener._deliver
+
+        def watch(record: Record) -> bool:
+            if record.finish_reason is FinishReason.ABORT:
+                ends[record.request] = record.position
+            return deliver(record)
+
+        dispatcher._listener._deliver = watch
+        if lost:
+            cluster.deaf = True
+        generations = [Reader(dispatcher, max_tokens=10_000, seed=seed).generation for seed in range(1000)]
+        await asyncio.gather(*(generation.admitted.wait() for generation in generations))
+        left: dict[int, int] = {}
+        rng = random.Random(1)
+        while len(left) < 1000:
+            for generation in generations:
+                if generation.request not in left and rng.random() < 0.3:
+                    left[generation.request] = len(generation.tokens)
+                    dispatcher.stop(generation)
+            engine.step()
+            [tape] = [each.result() for each in cluster.executors[0]._tapes.values()]
+            while tape._pending or tape._outstanding is not None:  # until this step is delivered
+                await asyncio.sleep(0)
+        engine.step()
+        while len(ends) < 1000:
+            await asyncio.sleep(0)
+        assert max(ends[request] - left[request] for request in left) <= 1
         assert not engine.running
 
 
@@ -376,3 +407,31 @@ async def test_a_gap_or_a_repetition_is_not_taken(position: int) -> None:
             engine.step()
         generation = await reader.until(ended)
         assert generation.tokens == text_of(PROMPT, 1, 4)
+
+
+async def test_routers_learn_of_the_prompts_that_others_send() -> None:
+    executor = Executor(MemoryEngine(), "r0", "demo")
+    news: list[asyncio.Queue[list[int]]] = [asyncio.Queue(), asyncio.Queue()]
+
+    def hear(router: int) -> Observe:
+        def observe(replica: str, load: Load, prefixes: list[list[int]]) -> None:
+            for prefix in prefixes:
+                news[router].put_nowait(prefix)
+
+        return observe
+
+    dispatchers = [Dispatcher(executor.run, "demo", hear(router)) for router in range(2)]
+    prompts = [[1 + blocks] * BLOCK * blocks for blocks in range(3)]
+    readers: list[tuple[Dispatcher, Reader]] = []
+    for router, prompt in ((0, PROMPT), (1, prompts[1]), (0, prompts[2])):
+        if not readers or router:
+            await dispatchers[router].open("127.0.0.1")
+        readers.append((dispatchers[router], Reader(dispatchers[router], prompt=prompt)))
+        await readers[-1][1].generation.admitted.wait()
+    assert await news[0].get() == chain_of(prompts[1], "demo")
+    assert await news[1].get() == chain_of(prompts[2], "demo")
+    assert news[0].empty() and news[1].empty()
+    for dispatcher, reader in readers:
+        dispatcher.stop(reader.generation)
+    for dispatcher in dispatchers:
+        await dispatcher.close()

@@ -79,8 +79,8 @@ async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Add
         got.put_nowait(record)
         return wanted
 
-    def observe(replica: str, load: Load) -> None:
-        assert (replica, load) == ("r1", LOAD)
+    def observe(replica: str, load: Load, prefixes: list[list[int]]) -> None:
+        assert (replica, load, prefixes) == ("r1", LOAD, [])
 
     listener = TapeListener(deliver, observe)
     try:
