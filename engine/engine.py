@@ -7,8 +7,9 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -52,6 +53,8 @@ class EngineStats:
     preemptions: int
     admitted: int
     finished: dict[str, int]
+    aborted: dict[str, int] = field(default_factory=dict)
+    """Those that finished with `abort`, by cause."""
 
 
 class AsyncEngine:
@@ -73,6 +76,7 @@ class AsyncEngine:
         self._alive = True
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, tuple[Request, Sink]] = {}
+        self._aborted: Counter[str] = Counter()
         self._backlog = Backlog(
             config.max_running_requests + config.max_waiting_requests, config.max_waiting_tokens
         )
@@ -111,7 +115,7 @@ class AsyncEngine:
         """Abort what is left and end the loop and its lanes."""
         self._closed = True
         for request_id in list(self._live):
-            self.abort(request_id)
+            self.abort(request_id, "stopped")
         if self.healthy:
             await self._idle.wait()
         self._inbox.put(self._end)
@@ -162,17 +166,18 @@ class AsyncEngine:
                 if output.finish_reason is not None:
                     return
         finally:
-            self._abort(request)
+            self._abort(request, "cancelled")
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, cause: str = "cancelled") -> None:
         """End a request at the next commit. Nothing happens if it has ended, or was never there."""
         if request_id in self._live:
-            self._abort(self._live[request_id][0])
+            self._abort(self._live[request_id][0], cause)
 
-    def _abort(self, request: Request) -> None:
+    def _abort(self, request: Request, cause: str) -> None:
         def abort() -> None:
             output = self._scheduler.abort(request)
             if output is not None:
+                self._aborted[cause] += 1
                 self._publish([output])
 
         if request.finish_reason is None:
@@ -199,7 +204,13 @@ class AsyncEngine:
             preemptions=counters.preemptions,
             admitted=counters.admitted,
             finished={reason.value: n for reason, n in list(counters.finished.items())},
+            aborted=dict(self._aborted),
         )
+
+    def queue_times(self) -> list[float]:
+        """Seconds that requests waited for their first row, each given out once."""
+        times = self._scheduler.counters.queue_times
+        return [times.popleft() for _ in range(len(times))]
 
     # The engine's thread
 
@@ -329,7 +340,7 @@ class AsyncEngine:
                 sink(output)
             except Exception:
                 logger.exception("the reader of request %s failed", request_id)
-                self._abort(output.request)
+                self._abort(output.request, "reader_failed")
         if not self._live:
             self._idle.set()
 

@@ -7,6 +7,7 @@ come. Everything that depends on lengths alone is decided without waiting for th
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class SchedulerCounters:
     preemptions: int = 0
     admitted: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
+    queue_times: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
+    """Seconds that requests waited for their first row, until somebody takes them out."""
 
 
 class Scheduler:
@@ -234,6 +237,7 @@ class Scheduler:
         insort(self.running, request, key=lambda r: r.order)
         self.counters.cached_tokens += len(shared) * size
         if not request.admissions:
+            self.counters.queue_times.append(time.monotonic() - request.arrived)
             request.num_cached = min(len(shared) * size, request.num_prompt)
             request.account.served += known - len(shared) * size
         request.admissions += 1

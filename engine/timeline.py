@@ -7,6 +7,7 @@ returns is a copy, so any thread may read it.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -87,6 +88,10 @@ class Totals:
     """Seconds in which the device computed steps."""
     gap: float = 0.0
     """Seconds between steps in which it did not, though there was work."""
+    work: float = 0.0
+    """Seconds that the host worked on steps, waiting left out."""
+    hidden: float = 0.0
+    """Of these, the seconds in which the device computed: the host's work beyond the gap."""
     steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("decode", "mixed", "prefill"), 0))
     decodes: int = 0
     """Decoded tokens."""
@@ -109,12 +114,17 @@ class Timeline:
 
     def recent(self, steps: int | None = None, after: int = -1) -> Recording:
         """The last `steps` steps (all that are kept by default), those after step `after` only."""
-        found = [each for each in self._steps.copy() if each.step > after]
+        found = self.steps_after(after)
         found = found[-steps:] if steps else found
         spans = self._spans.copy() if found else ()
         first = found[0].step if found else 0
         kept = [span for span in spans if span.step >= first]
         return Recording(found, sorted(kept, key=lambda span: span.begin))
+
+    def steps_after(self, step: int) -> list[StepTimes]:
+        """Those kept that come after step `step`, oldest first."""
+        later = itertools.takewhile(lambda each: each.step > step, reversed(self._steps.copy()))
+        return list(later)[::-1]
 
     # The phases of the loop
 
@@ -221,7 +231,10 @@ class Timeline:
         self._work = 0.0
         self._at[_BEHIND] = plan.step
         totals.active += timing.compute
-        totals.gap += 0.0 if after_idle else timing.gap
+        totals.work += times.work
+        if not after_idle:
+            totals.gap += timing.gap
+            totals.hidden += max(times.work - timing.gap, 0.0)
         totals.steps[times.kind] += 1
         totals.decodes += times.decodes
         totals.carried += times.carried

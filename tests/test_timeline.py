@@ -71,6 +71,8 @@ async def test_every_phase_of_every_step_is_there(model: str, overlap: bool) -> 
         seconds = sum(s.end - s.begin for s in recording.spans if s.phase == phase)
         assert seconds == pytest.approx(totals.phases[phase])
     assert totals.active == pytest.approx(sum(each.timing.compute for each in steps))
+    assert totals.work == pytest.approx(sum(each.work for each in steps))
+    assert 0 <= totals.hidden < totals.work
     assert totals.gap == pytest.approx(sum(each.timing.gap for each in steps if not each.after_idle))
 
 
@@ -98,3 +100,25 @@ async def test_phases_can_be_ranges_of_a_profiler(model: str) -> None:
         await generate(engine, "a", 3)
     assert set(seen) == {"schedule", "launch", "collect", "commit", "publish"}
     assert seen.count("launch") == seen.count("collect") == 3
+
+
+async def test_aborts_have_causes_and_waits_are_told_once(model: str) -> None:
+    """Every request that was admitted ends in exactly one finish reason; each abort has one cause."""
+    async for engine in running(model, True):
+        for i, cause in enumerate(("tape_lost", "unwanted")):
+            request = Request(f"{i}", PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
+            begun: asyncio.Queue[object] = asyncio.Queue()
+            engine.submit(request, begun.put_nowait)
+            await begun.get()
+            engine.abort(request.id, cause)
+            engine.abort(request.id, "too late")
+        engine.submit(
+            Request("left", PROMPT, SamplingParams(max_tokens=500, ignore_eos=True)), lambda _: None
+        )
+        await generate(engine, "whole", 3)
+    stats = engine.stats()
+    assert stats.aborted == {"tape_lost": 1, "unwanted": 1, "stopped": 1}
+    assert stats.finished == {"abort": 3, "length": 1}
+    assert sum(stats.finished.values()) == stats.admitted == 4
+    assert len(engine.queue_times()) == 4
+    assert engine.queue_times() == []
