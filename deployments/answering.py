@@ -74,7 +74,7 @@ class Answering:
     ) -> None:
         self._dispatcher = dispatcher
         self._grown: set[int] = set()
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None
         self.choices: list[Choice] = []
         for prompt, samplings in prompts:
             for sampling in samplings:
@@ -85,7 +85,8 @@ class Answering:
 
     def _grow(self, index: int) -> None:
         self._grown.add(index)
-        self._news.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def admitted(self) -> None:
         """Return when replicas have accepted every sequence. Raises `Refused` if none accepts one."""
@@ -97,8 +98,9 @@ class Answering:
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """What is new, as often as there is something new. Raises `Refused`."""
         while self._open:
-            await self._news.wait()
-            self._news.clear()
+            if not self._grown:
+                self._news = asyncio.get_running_loop().create_future()
+                await self._news
             grown = sorted(self._grown & self._open)
             self._grown.clear()
             deltas = [self.choices[index].read() for index in grown]

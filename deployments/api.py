@@ -53,7 +53,9 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self.stream_response(send)  # Ray Serve cancels it when the client leaves
+            # In a task of its own, or each token resumes the dozen of the framework's frames around this
+            # one. Ray Serve cancels it when the client leaves.
+            await asyncio.create_task(self.stream_response(send))
         finally:
             self._close()
 
