@@ -9,7 +9,7 @@ from functools import partial
 
 from deployments.generation import Dispatcher, Generation
 from deployments.responses import Usage
-from deployments.submission import Refusal
+from deployments.submission import Refusal, SchedulingParams
 from engine.detokenizer import Detokenizer
 from engine.request import FinishReason, SamplingParams
 
@@ -21,6 +21,9 @@ class Delta:
     index: int
     text: str
     finish_reason: FinishReason | None
+
+
+TOO_LATE = Refusal("timeout", "the time that the request was given ended before it had a token")
 
 
 class Refused(Exception):
@@ -71,6 +74,7 @@ class Answering:
         dispatcher: Dispatcher,
         prompts: Sequence[tuple[list[int], Sequence[SamplingParams]]],
         detokenizer: Callable[[list[int]], Detokenizer],
+        scheduling: SchedulingParams,
     ) -> None:
         self._dispatcher = dispatcher
         self._grown: set[int] = set()
@@ -79,7 +83,7 @@ class Answering:
         for prompt, samplings in prompts:
             for sampling in samplings:
                 index = len(self.choices)
-                generation = dispatcher.start(prompt, sampling, partial(self._grow, index))
+                generation = dispatcher.start(prompt, sampling, partial(self._grow, index), scheduling)
                 self.choices.append(Choice(index, generation, detokenizer(prompt)))
         self._open = set(range(len(self.choices)))
 
@@ -107,15 +111,25 @@ class Answering:
             for delta in deltas:
                 if delta.finish_reason is not None:
                     self._end(delta.index)
+                if delta.finish_reason is FinishReason.TIMEOUT and not self._has_tokens:
+                    raise Refused(TOO_LATE)
             yield deltas
 
     def usage(self) -> Usage:
         """Token counts; a prompt counts once, whatever the number of its answers."""
         usage = Usage(completion_tokens=sum(choice.num_tokens for choice in self.choices))
-        for generation in {id(each.generation.prompt): each.generation for each in self.choices}.values():
-            usage.prompt_tokens += len(generation.prompt)
-            usage.cached_tokens += generation.num_cached
+        by_prompt: dict[int, list[Generation]] = {}
+        for choice in self.choices:
+            by_prompt.setdefault(id(choice.generation.prompt), []).append(choice.generation)
+        for generations in by_prompt.values():
+            usage.prompt_tokens += len(generations[0].prompt)
+            # One of them computed what the others then found.
+            usage.cached_tokens += min(each.num_cached for each in generations)
         return usage
+
+    @property
+    def _has_tokens(self) -> bool:
+        return any(choice.generation.tokens for choice in self.choices)
 
     def _end(self, index: int) -> None:
         self._open.discard(index)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
+from math import ceil
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -16,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.answering import Answering, Delta, Refused
-from deployments.api_keys import KeyGuard
+from deployments.api_keys import CLIENT, KeyGuard
 from deployments.generation import Dispatcher
 from deployments.protocol import (
     MAX_BODY_BYTES,
@@ -35,13 +36,15 @@ from deployments.responses import (
     finish_reason,
     model_card,
     model_list,
+    stop_reason,
 )
-from deployments.submission import Refusal
+from deployments.submission import Refusal, SchedulingParams
 from deployments.text import Tokenizer
 from engine.detokenizer import Detokenizer
+from engine.request import FinishReason
 
 RETRY_AFTER = "1"
-"""Seconds: a place in the queue is free when one of thousands of requests ends."""
+"""Seconds, where the engine that refuses has not measured how long it will take."""
 
 
 class EventStream(StreamingResponse):
@@ -98,10 +101,10 @@ class Api:
         return app
 
     async def chat(self, http: Request) -> Response:
-        return await self._answer(parse(await _body(http), ChatRequest))
+        return await self._answer(http, parse(await _body(http), ChatRequest))
 
     async def complete(self, http: Request) -> Response:
-        return await self._answer(parse(await _body(http), CompletionRequest))
+        return await self._answer(http, parse(await _body(http), CompletionRequest))
 
     async def list_models(self) -> Response:
         return _json(model_list(self._model, self._created, self._tokenizer.context_length))
@@ -119,7 +122,7 @@ class Api:
         if model != self._model:
             raise ApiError.model_not_found(model)
 
-    async def _answer(self, request: ChatRequest | CompletionRequest) -> Response:
+    async def _answer(self, http: Request, request: ChatRequest | CompletionRequest) -> Response:
         self._check(request.model)
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._tokenizing, self._tokenizer.prompts, request)
@@ -135,6 +138,14 @@ class Api:
             self._dispatcher,
             [(prompt, self._tokenizer.sampling(request, len(prompt))) for prompt in prompts],
             lambda prompt: Detokenizer(self._tokenizer.token_bytes, request.stop_strings, prompt),
+            SchedulingParams(
+                request.priority or 0,
+                # Users are named by whoever has the key: naming many must not get it more.
+                http.scope.get(CLIENT) or request.user or request.safety_identifier or "",
+                (request.cache_salt or "").encode(),
+                request.timeout,
+                request.queue_timeout,
+            ),
         )
         chat = isinstance(request, ChatRequest)
         streams = False
@@ -156,13 +167,16 @@ class Api:
 
 async def _whole(answer: WholeAnswer, answering: Answering, deltas: AsyncIterator[list[Delta]]) -> bytes:
     texts: list[list[str]] = [[] for _ in answering.choices]
-    reasons = [""] * len(texts)
+    reasons = [FinishReason.STOP] * len(texts)
     async for news in deltas:
         for delta in news:
             texts[delta.index].append(delta.text)
             if delta.finish_reason is not None:
-                reasons[delta.index] = finish_reason(delta.finish_reason)
-    choices = [Choice("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+                reasons[delta.index] = delta.finish_reason
+    choices = [
+        Choice("".join(text), finish_reason(reason), stop_reason(reason))
+        for text, reason in zip(texts, reasons, strict=True)
+    ]
     return answer.body(choices, answering.usage())
 
 
@@ -175,8 +189,8 @@ async def _events(
             events = []
             for delta in news:
                 events.append(answer.delta(delta.index, delta.text))
-                if delta.finish_reason is not None:
-                    events.append(answer.finish(delta.index, finish_reason(delta.finish_reason)))
+                if (reason := delta.finish_reason) is not None:
+                    events.append(answer.finish(delta.index, finish_reason(reason), stop_reason(reason)))
             if piece := b"".join(events):
                 yield piece
             news = await anext(deltas)
@@ -192,9 +206,13 @@ def _api_error(refusal: Refusal, chat: bool) -> ApiError:
             field = "messages" if chat and refusal.field == "prompt" else refusal.field
             return ApiError(400, refusal.message, param=field, code="invalid_value")
         case "full":
-            return ApiError(429, refusal.message, "rate_limit_error", code="overloaded")
+            wait = {} if refusal.retry_after is None else {"Retry-After": str(ceil(refusal.retry_after))}
+            return ApiError(429, refusal.message, "rate_limit_error", code="overloaded", headers=wait)
         case "unavailable" | "other model" | "moved" | "lost":
             return ApiError.server_error(refusal.message, 503)
+        case "timeout":  # to try again would be to do more than was asked for
+            no_retry = {"x-should-retry": "false"}  # OpenAI's clients look at it
+            return ApiError(504, refusal.message, "server_error", code="timeout", headers=no_retry)
         case "failed":
             return ApiError.server_error(refusal.message)
 
@@ -222,8 +240,8 @@ def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None)
 
 async def _answer_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {"Retry-After": RETRY_AFTER} if error.status in (429, 503) else None
-    return _json(error.body(), error.status, headers)
+    headers = {"Retry-After": RETRY_AFTER} if error.status in (429, 503) else {}
+    return _json(error.body(), error.status, headers | error.headers)
 
 
 async def _answer_http_error(http: Request, error: Exception) -> Response:

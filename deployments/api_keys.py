@@ -15,6 +15,10 @@ OPEN = {"/health"}
 """Paths for which no key is asked: load balancers have none."""
 
 
+CLIENT = "stepahead.client"
+"""Where the guard leaves in the ASGI scope whose key it was."""
+
+
 def read_keys(path: Path) -> frozenset[bytes]:
     """Digests of the keys, one a line, in a file or in all files of a folder (a mounted Secret).
 
@@ -42,17 +46,20 @@ class KeyGuard:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._knows(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            return await self._app(scope, receive, send)
+        if (digest := self._known(Headers(scope=scope))) is not None:
+            return await self._app({**scope, CLIENT: digest.hex()}, receive, send)
         error = ApiError(401, "Send a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
         headers = {"WWW-Authenticate": "Bearer"}
         answer = Response(error.body(), error.status, headers, "application/json")
         await answer(scope, receive, send)
 
-    def _knows(self, headers: Headers) -> bool:
+    def _known(self, headers: Headers) -> bytes | None:
+        """The digest of the key, if it is one of ours."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and _digest(key.strip()) in self._keys
+        digest = _digest(key.strip())
+        return digest if scheme.lower() == "bearer" and digest in self._keys else None
 
 
 def _digest(key: str) -> bytes:

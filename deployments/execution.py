@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from deployments.load import LoadMeter
 from deployments.prefix_index import chain_of
 from deployments.submission import Reason, Refusal, Submission
@@ -57,6 +59,7 @@ class Executor:
                 sampling, stop_token_ids=sampling.stop_token_ids + eos, ignore_eos=False
             ),
             generated=submission.generated,
+            **msgspec.structs.asdict(submission.scheduling),
         )
         try:
             tape = await self._tape(submission.tape)
@@ -79,7 +82,7 @@ class Executor:
         try:
             self._engine.submit(request, put, promised=submission.promised)
         except QueueFull as error:
-            return self._refuse("full", str(error))
+            return self._refuse("full", str(error), retry_after=error.retry_after)
         except EngineUnavailable as error:
             return self._refuse("unavailable", str(error))
         except RequestError as error:
@@ -110,8 +113,10 @@ class Executor:
             for tape in others:
                 tape.tell(prefix)
 
-    def _refuse(self, reason: Reason, message: str, field: str | None = None) -> Refusal:
-        return Refusal(reason, message, field, self._name)
+    def _refuse(
+        self, reason: Reason, message: str, field: str | None = None, retry_after: float | None = None
+    ) -> Refusal:
+        return Refusal(reason, message, field, self._name, retry_after)
 
     async def _tape(self, address: Address) -> Tape:
         """The tape to one Router, opened by the first request that it sends."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection
 from itertools import count
 from typing import TypeAlias
 
-from deployments.submission import Refusal, Submission
+from deployments.submission import ANY_TIME, Refusal, SchedulingParams, Submission
 from deployments.tape import Address, Observe, Record, TapeListener
 from engine.request import FinishReason, SamplingParams
 
@@ -20,6 +21,9 @@ Submit: TypeAlias = Callable[[Submission], Awaitable[Refusal | None]]
 ATTEMPTS = 3
 """A request that has lost this many replicas is not tried on another: it may be what kills them."""
 
+GRACE = 2.0
+"""Seconds past its time in which a replica should have said that a request is over."""
+
 SHUTTING_DOWN = Refusal("unavailable", "the server is shutting down")
 
 
@@ -30,11 +34,17 @@ class Generation:
     """
 
     def __init__(
-        self, request: int, prompt: list[int], sampling: SamplingParams, notify: Callable[[], None]
+        self,
+        request: int,
+        prompt: list[int],
+        sampling: SamplingParams,
+        notify: Callable[[], None],
+        scheduling: SchedulingParams,
     ) -> None:
         self.request = request
         self.prompt = prompt
         self.sampling = sampling
+        self.scheduling = scheduling
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.refusal: Refusal | None = None
@@ -43,6 +53,7 @@ class Generation:
         """Set when a replica has accepted it, or when it has ended without."""
         self._attempt = 0
         self._notify = notify
+        self._began = time.monotonic()
 
     @property
     def ended(self) -> bool:
@@ -73,10 +84,27 @@ class Generation:
             self.admitted.set()
             self._notify()
 
+    def _time_out(self) -> None:
+        if not self.ended:
+            self.finish_reason = FinishReason.TIMEOUT
+            self.admitted.set()
+            self._notify()
+
     async def run(self, submit: Submit, model: str, tape: Address) -> None:
         """Submit until it has ended; with the tokens so far when it must move, or its replica is lost."""
+        limit = self.scheduling.timeout
+        try:
+            async with asyncio.timeout(None if limit is None else limit + GRACE):
+                await self._run(submit, model, tape)
+        except TimeoutError:  # no replica says so: it hangs, or there is none
+            self._time_out()
+
+    async def _run(self, submit: Submit, model: str, tape: Address) -> None:
         lost, tried = 0, list[str]()
         for self._attempt in count():
+            scheduling = self.scheduling.after(time.monotonic() - self._began, began=bool(self.tokens))
+            if scheduling.over:
+                return self._time_out()
             refusal = await submit(
                 Submission(
                     model,
@@ -85,6 +113,7 @@ class Generation:
                     self._attempt,
                     self.prompt,
                     self.sampling,
+                    scheduling,
                     list(self.tokens),
                     promised=self.admitted.is_set(),
                     avoid=tuple(tried),
@@ -150,11 +179,17 @@ class Dispatcher:
                 task.cancel()
             await self._idle.wait()  # until their readers have seen it
 
-    def start(self, prompt: list[int], sampling: SamplingParams, notify: Callable[[], None]) -> Generation:
+    def start(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        notify: Callable[[], None],
+        scheduling: SchedulingParams = ANY_TIME,
+    ) -> Generation:
         """Begin a sequence; `notify` is called whenever it has grown or ended. `stop` it in any case."""
         if self._tape is None:
             raise RuntimeError("the dispatcher is not open")
-        generation = Generation(next(self._requests), prompt, sampling, notify)
+        generation = Generation(next(self._requests), prompt, sampling, notify, scheduling)
         task = asyncio.create_task(generation.run(self._submit, self._model, self._tape))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -40,13 +40,15 @@ class ApiError(Exception):
         type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, type, param, code)  # as they stand: pickling needs them
+        super().__init__(status, message, type, param, code, headers)  # as they stand: pickling needs them
         self.status = status
         self.message = message
         self.type = type
         self.param = param
         self.code = code
+        self.headers = headers or {}
 
     def __str__(self) -> str:
         return self.message
@@ -188,6 +190,14 @@ class GenerationRequest(_Wire):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    # Seconds from here to its end, and to its first step. No API has a name for them.
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    queue_timeout: Annotated[float, Field(gt=0)] | None = None
+    # Who asks, for fair shares: OpenAI's older and its newer name.
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     # Known, not served.
     frequency_penalty: Annotated[Any, _only(0, 0.0)] = None
     presence_penalty: Annotated[Any, _only(0, 0.0)] = None
@@ -197,8 +207,6 @@ class GenerationRequest(_Wire):
     skip_special_tokens: Annotated[Any, _only(True)] = None
     include_stop_str_in_output: Annotated[Any, _only(False)] = None
     # Without effect on the text.
-    user: Any = None
-    safety_identifier: Any = None
     store: Any = None
     metadata: Any = None
     service_tier: Any = None

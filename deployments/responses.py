@@ -26,6 +26,8 @@ class Choice:
     text: str
     finish_reason: str
     """`stop` or `length`, all that OpenAI's clients know."""
+    stop_reason: str | None = None
+    """See `stop_reason` below."""
 
 
 @dataclass(slots=True)
@@ -78,7 +80,9 @@ class WholeAnswer(_Answer):
         message: dict[str, Any] = {"text": choice.text}
         if self.chat:
             message = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        return {"index": index, **message, "logprobs": None, "finish_reason": choice.finish_reason}
+        return {"index": index, **message, "logprobs": None} | _ending(
+            choice.finish_reason, choice.stop_reason
+        )
 
 
 class StreamedAnswer(_Answer):
@@ -107,9 +111,9 @@ class StreamedAnswer(_Answer):
         head, tail = self._around[index]
         return head + encode(text) + tail
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, stop_reason: str | None = None) -> bytes:
         """The last event of a choice."""
-        return self._event(index, None, reason=reason)
+        return self._event(index, None, reason=reason, stop_reason=stop_reason)
 
     def usage(self, usage: Usage) -> bytes:
         """The event of the token counts, after all choices; nothing if the client didn't ask for it."""
@@ -118,13 +122,18 @@ class StreamedAnswer(_Answer):
         return self._sse(self._chunk([]) | {"usage": usage.body()})
 
     def _event(
-        self, index: int, text: str | None, role: str | None = None, reason: str | None = None
+        self,
+        index: int,
+        text: str | None,
+        role: str | None = None,
+        reason: str | None = None,
+        stop_reason: str | None = None,
     ) -> bytes:
         piece: dict[str, Any] = {"text": text or ""}
         if self.chat:
             delta = {"role": role, "content": text}
             piece = {"delta": {key: value for key, value in delta.items() if value is not None}}
-        choice = {"index": index, **piece, "logprobs": None, "finish_reason": reason}
+        choice = {"index": index, **piece, "logprobs": None} | _ending(reason, stop_reason)
         return self._sse(self._chunk([choice]))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -143,7 +152,16 @@ def error_event(error: ApiError) -> bytes:
 
 def finish_reason(reason: FinishReason) -> str:
     """OpenAI's word for how a sequence ended. ABORT and ERROR are no answers: the caller sends an error."""
-    return "length" if reason is FinishReason.LENGTH else "stop"
+    return "stop" if reason is FinishReason.STOP else "length"
+
+
+def stop_reason(reason: FinishReason) -> str | None:
+    """vLLM's field for more than OpenAI's word tells: which limit it was, where it was not one of length."""
+    return "timeout" if reason is FinishReason.TIMEOUT else None
+
+
+def _ending(reason: str | None, more: str | None) -> dict[str, str | None]:
+    return {"finish_reason": reason} | ({"stop_reason": more} if more else {})
 
 
 def model_list(model: str, created: int, context_length: int) -> bytes:

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import msgspec
 
 from deployments.tape import Address
 from engine.request import SamplingParams
+
+
+class SchedulingParams(msgspec.Struct, frozen=True):
+    """When a sequence is computed and until when; the fields are those of `engine.request.Request`."""
+
+    priority: int = 0
+    client: str = ""
+    cache_salt: bytes = b""
+    timeout: float | None = None
+    queue_timeout: float | None = None
+
+    def after(self, seconds: float, began: bool) -> Self:
+        """What is left of its times. One that `began` has left the queue behind."""
+        return msgspec.structs.replace(
+            self,
+            timeout=None if self.timeout is None else self.timeout - seconds,
+            queue_timeout=None if began or self.queue_timeout is None else self.queue_timeout - seconds,
+        )
+
+    @property
+    def over(self) -> bool:
+        return any(left is not None and left <= 0 for left in (self.timeout, self.queue_timeout))
+
+
+ANY_TIME = SchedulingParams()
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -24,6 +49,8 @@ class Submission(msgspec.Struct, frozen=True):
     prompt: list[int]
     sampling: SamplingParams
     """With the seed drawn, so that every attempt samples alike."""
+    scheduling: SchedulingParams = ANY_TIME
+    """Its times count from now: clocks of two machines differ."""
     generated: list[int] = []
     """Tokens that earlier attempts have produced."""
     promised: bool = False
@@ -32,11 +59,13 @@ class Submission(msgspec.Struct, frozen=True):
     """Replicas that have refused it, to be chosen only where there is no other."""
 
 
-Reason: TypeAlias = Literal["invalid", "full", "unavailable", "other model", "moved", "lost", "failed"]
+Reason: TypeAlias = Literal[
+    "invalid", "full", "unavailable", "other model", "moved", "lost", "failed", "timeout"
+]
 """`invalid`: the request, in `field`. `full`: no room to wait. `unavailable`: no engine to run it.
 `other model`: the replica serves another one. `moved`: the Router has asked for it back. `lost`: the
-replica, its engine or the tape is gone. `failed`: the engine broke on it. After all but the first and
-the last, another replica may serve it."""
+replica, its engine or the tape is gone. `failed`: the engine broke on it. `timeout`: its time was over
+before it had a token. After all but `invalid`, `failed` and `timeout`, another replica may serve it."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -47,3 +76,5 @@ class Refusal(msgspec.Struct, frozen=True):
     field: str | None = None
     replica: str | None = None
     """Who refuses, if it is a replica."""
+    retry_after: float | None = None
+    """Seconds after which there should be room, where that is known."""

@@ -27,9 +27,12 @@ class RequestError(ValueError):
 
 
 class QueueFull(RuntimeError):
-    """No room to wait. Nothing is wrong with the request: it may be sent again in `retry_after` seconds."""
+    """No room to wait. Nothing is wrong with the request: it may be sent again later.
 
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+    `retry_after`: seconds in which there should be room, if that is known.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 

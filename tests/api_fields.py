@@ -23,6 +23,12 @@ VALUES: list[tuple[str, list[Any], list[Any]]] = [
     ("seed", [0, -1, -(2**63), 2**64 - 1, None], [2**64, -(2**63) - 1, 1.5, True, "1"]),
     ("stop", ["a", ["a"], [], ["a"] * 32, None], ["", 3, {}, ["a"] * 33, "a" * 1025, True]),
     ("stop_token_ids", [[], [0, 5], None], [3, "3", {}, [0] * 33]),
+    ("priority", [0, -5, 2**31 - 1, None], [1.5, True, "1", 2**31]),
+    ("cache_salt", ["tenant", None], ["", 3, "a" * 1025]),
+    ("timeout", [5, 0.5, None], [0, -1, float("inf"), float("nan"), True, "5"]),
+    ("queue_timeout", [5, 0.5, None], [0, -1, float("inf"), float("nan"), True, "5"]),
+    ("user", ["somebody", "", None], [3, {}, "a" * 1025]),
+    ("safety_identifier", ["somebody", None], [3, [], "a" * 1025]),
     ("ignore_eos", [True, False, None], [1, "yes"]),
     ("stream_options", [None], [{}, {"include_usage": True}, 3]),
 ]
@@ -69,8 +75,6 @@ HARMLESS: list[tuple[Kind, str]] = [
         (kind, field)
         for kind in KINDS
         for field in [
-            "user",
-            "safety_identifier",
             "store",
             "metadata",
             "service_tier",

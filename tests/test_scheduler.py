@@ -42,7 +42,7 @@ events = st.lists(
     st.one_of(
         requests,
         st.integers(0, 30),  # abort
-        st.sampled_from([0.3, 1.0]),  # time passes
+        st.sampled_from([0.25, 1.0]),  # time passes
         st.just("reply"),
         st.just("choices"),
         *steps,
