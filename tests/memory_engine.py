@@ -34,6 +34,7 @@ class MemoryEngine:
         self.failure: str | None = None
         self.running: dict[str, tuple[Request, Callable[[Output], None], list[int]]] = {}
         self.aborts: list[str] = []
+        self.requests: list[Request] = []
         self.submitted = asyncio.Event()
 
     @property
@@ -48,9 +49,10 @@ class MemoryEngine:
         if max(request.prompt) >= VOCABULARY:
             raise RequestError(f"token {max(request.prompt)} is unknown", "prompt")
         self.running[request.id] = request, sink, list(request.generated)
+        self.requests.append(request)
         self.submitted.set()
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, cause: str = "cancelled") -> None:
         self.aborts.append(request_id)
         if request_id in self.running:
             request, sink, output = self.running.pop(request_id)

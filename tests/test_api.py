@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from deployments.execution import Executor
 from deployments.generation import Dispatcher
 from deployments.protocol import MAX_BODY_BYTES, ApiError
 from deployments.text import Tokenizer
+from engine.request import FinishReason, Output, QueueFull, Request
 from tests.memory_engine import VOCABULARY, MemoryEngine, text_of
 
 CONTEXT = 200
@@ -226,6 +228,84 @@ async def test_one_choice_too_many_is_a_status_and_leaves_nothing_running(
         assert response.json()["error"]["code"] == "overloaded"
         while server.engine.running:
             await asyncio.sleep(0)
+
+
+async def test_a_full_engine_says_how_long_it_will_take(tokenizer: Tokenizer) -> None:
+    class Full(MemoryEngine):
+        def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
+            raise QueueFull("no room", retry_after=6.2)
+
+    async with serving(tokenizer, Full()) as server:
+        response = await server.http.post("/v1/completions", json=COMPLETION)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+
+
+class Timekeeper(MemoryEngine):
+    """Every request's time is over once it has `tokens` tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def step(self) -> None:
+        if self.tokens:
+            super().step()
+        for id, (request, sink, output) in list(self.running.items()):
+            if len(output) == self.tokens:
+                del self.running[id]
+                sink(Output(request, len(output), (), FinishReason.TIMEOUT))
+
+
+async def test_an_answer_cut_off_by_time_says_so(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, Timekeeper(3)) as server:
+        body = CHAT | {"seed": 3, "timeout": 30, "n": 2}
+        answered = (await server.http.post("/v1/chat/completions", json=body)).json()
+        for index, choice in enumerate(answered["choices"]):
+            assert choice["message"]["content"] == answer(CHAT_PROMPT, 3 + index, 3)
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+        *_, last, done = await events(server, "/v1/chat/completions", body | {"stream": True, "n": 1})
+        [choice] = last["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"], done) == ("length", "timeout", "data: [DONE]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_time_that_ended_before_the_first_token_is_an_error(tokenizer: Tokenizer, stream: bool) -> None:
+    async with serving(tokenizer, Timekeeper(0)) as server:
+        body = COMPLETION | {"stream": stream, "queue_timeout": 1, "n": 3}
+        response = await server.http.post("/v1/completions", json=body)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "timeout"
+        client = server.client.with_options(max_retries=2)
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(model="demo", prompt="hi")
+        assert len(server.engine.requests) == 4  # the client has not tried again
+
+
+async def test_what_the_engine_is_told_of_a_request(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as server:
+        for more in (
+            {"priority": -3, "cache_salt": "mine", "timeout": 9, "queue_timeout": 4.5, "user": "somebody"},
+            {"safety_identifier": "another"},
+        ):
+            await server.client.completions.create(model="demo", prompt="hi", max_tokens=2, extra_body=more)
+    told, bare = server.engine.requests
+    assert (told.priority, told.cache_salt, told.client) == (-3, b"mine", "somebody")
+    assert told.timeout is not None and 8 < told.timeout <= 9
+    assert told.queue_timeout is not None and 3.5 < told.queue_timeout <= 4.5
+    assert (bare.priority, bare.cache_salt, bare.client) == (0, b"", "another")
+    assert (bare.timeout, bare.queue_timeout) == (None, None)
+
+
+async def test_whoever_has_a_key_is_one_client_whatever_users_it_names(tokenizer: Tokenizer) -> None:
+    keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
+    async with serving(tokenizer, keys=keys) as server:
+        for key, user in (("one", "a"), ("one", "b"), ("two", "a")):
+            await server.client.with_options(api_key=key).completions.create(
+                model="demo", prompt="hi", user=user
+            )
+    first, second, third = (each.client for each in server.engine.requests)
+    assert first == second != third
+    assert len({first, second, third, ""}) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -23,6 +23,7 @@ from deployments.responses import (
     finish_reason,
     model_card,
     model_list,
+    stop_reason,
 )
 from engine.request import FinishReason
 
@@ -139,6 +140,8 @@ def test_an_error_inside_a_stream() -> None:
 def test_finish_reasons() -> None:
     assert finish_reason(FinishReason.STOP) == "stop"
     assert finish_reason(FinishReason.LENGTH) == "length"
+    assert finish_reason(FinishReason.TIMEOUT) == "length"
+    assert [stop_reason(reason) for reason in (FinishReason.STOP, FinishReason.TIMEOUT)] == [None, "timeout"]
 
 
 def test_models() -> None:
