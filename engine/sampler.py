@@ -53,41 +53,75 @@ def sample(
     """
     if greedy:
         return logits.argmax(-1).int()
+    if logits.is_cuda:
+        from engine import triton_sampler  # comes with torch's CUDA builds only
+
+        return triton_sampler.sample(logits, params, filtered=filtered)
     logits = logits.float()
-    hot = params.temperature[:, None] > 0
-    scores = logits / torch.where(hot, params.temperature[:, None], 1.0)
+    hot = params.temperature > 0
+    inverse = 1 / torch.where(hot, params.temperature, 1)
+    scores = logits * inverse[:, None]
+    stream = _streams(params)
     if filtered:
-        scores = _filter(scores, params)
-    scores = torch.where(hot, scores + gumbel_noise(params, logits.shape[-1]), logits)
+        row, token = (hot[:, None] & kept_tokens(logits, inverse, params)).nonzero(as_tuple=True)
+        noisy = scores[row, token] + _noise(stream[row], token)
+        scores.masked_fill_(hot[:, None], -torch.inf)[row, token] = noisy
+    else:
+        noise = _noise(stream[:, None], torch.arange(logits.shape[-1], device=logits.device))
+        scores = torch.where(hot[:, None], scores + noise, scores)
     return scores.argmax(-1).int()
 
 
-def _filter(scores: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Scores [S, V] with -inf where top_k, then top_p and min_p of what is left, drop a token.
+def kept_tokens(logits: torch.Tensor, inverse: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """bool [S, V]: what top_k, then top_p and min_p of the rest, leave. `inverse` is 1 / temperature.
 
-    Tokens as likely as the least likely one kept are kept too.
+    top_k keeps a token if fewer than k are likelier, top_p if the likelier ones among those have less
+    than the fraction p of their probability, min_p if it is at least that fraction as likely as the
+    likeliest. So tokens of equal logits are kept or dropped together.
     """
-    ranked = scores.sort(-1, descending=True).values
-    rank = torch.arange(scores.shape[-1], device=scores.device)
-    top_k, top_p, min_p = params.top_k[:, None], params.top_p[:, None], params.min_p[:, None]
-    keep = (top_k <= 0) | (rank < top_k)
-    probs = ranked.masked_fill(~keep, -torch.inf).softmax(-1)
-    likelier = probs.cumsum(-1) - probs
-    keep &= (top_p >= 1) | (likelier < top_p)
-    keep &= probs >= min_p * probs[:, :1]
-    keep |= rank == 0  # the likeliest, whatever rounding says
-    least = ranked.masked_fill(~keep, torch.inf).amin(-1, keepdim=True)
-    return scores.masked_fill(scores < least, -torch.inf)
+    vocab = logits.shape[-1]
+    peak, scale = logits.amax(-1, keepdim=True), inverse[:, None]
+    weight = ((logits - peak) * scale).exp()
+    no_limit = (params.top_k <= 0) | (params.top_k >= vocab)
+    all_of_p = params.top_p >= 1
+    width = min(1024, vocab)
+    while True:  # sorting a few of the likeliest is enough, most times
+        ranked = logits.topk(width).values
+        last = (params.top_k.long() - 1).clamp(0, width - 1)[:, None]
+        least = ranked.gather(1, last).masked_fill(no_limit[:, None], -torch.inf)
+        total = torch.where(logits >= least, weight, 0).sum(-1, keepdim=True)
+        share = torch.where(ranked >= least, ((ranked - peak) * scale).exp(), 0)
+        within = share.cumsum(-1) - share < params.top_p[:, None] * total
+        within[:, 0] = True  # whatever rounding says
+        found = (all_of_p | ~within[:, -1]) & (no_limit | (params.top_k <= width))
+        found |= (ranked[:, -1] < least[:, 0]) & (params.top_k <= width)
+        if width == vocab or bool(found.all()):
+            break
+        width = min(16 * width, vocab)
+    likely = ranked.masked_fill(~within, torch.inf).amin(-1, keepdim=True)
+    least = torch.where(all_of_p[:, None], least, least.maximum(likely))
+    return (logits >= least) & (weight >= params.min_p[:, None])
 
 
 def gumbel_noise(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
     """float32 [S, V]: noise of every token, a function of (seed, position, token id) alone."""
+    tokens = torch.arange(vocab_size, device=params.position.device)
+    return _noise(_streams(params)[:, None], tokens)
+
+
+def _streams(params: SamplingTensors) -> torch.Tensor:
+    """int64 [S]: where each sequence's noise of this position begins."""
     seed = (params.seed_high.long() << 32) | (params.seed_low.long() & 0xFFFFFFFF)
-    stream = _mix(seed + (params.position.long() + 1) * _GAMMA)
-    token = torch.arange(1, vocab_size + 1, device=stream.device)
-    bits = _mix(stream[:, None] + token * _GAMMA)
-    uniform = (((bits >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
-    return -torch.log(-torch.log1p(-uniform)).float()
+    return _mix(seed + (params.position.long() + 1) * _GAMMA)
+
+
+def _noise(stream: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """-log(-log(1 - u)) in float32, for u of 53 random bits: the lesser of u and 1 - u is what is
+    rounded, so both tails are right and neither is infinite."""
+    bits = (_mix(stream + (token + 1) * _GAMMA) >> 11) & (2**53 - 1)
+    near = bits < 2**52
+    lesser = (torch.where(near, bits, 2**53 - 1 - bits).float() + 0.5) * 2.0**-53
+    return -torch.log(torch.where(near, -torch.log1p(-lesser), -torch.log(lesser)))
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ def test_sampling_takes_no_more_than_it_is_given() -> None:
     gc.collect()
     with LiveBytes() as live:
         sample(logits, params)
-    assert 0.5 * SAMPLING < live.peak / logits.numel() <= SAMPLING
+    assert live.peak / logits.numel() <= SAMPLING
 
 
 def test_more_of_anything_leaves_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.sampler import SamplingTensors, _filter, gumbel_noise, sample
+from engine.sampler import SamplingTensors, gumbel_noise, kept_tokens, sample
 
 
 def params(n: int, seed: int = 0, position: int = 0, **changes: Any) -> SamplingTensors:
@@ -62,8 +63,57 @@ def test_filters_keep_what_transformers_keeps(
     if min_p:
         warpers.append(MinPLogitsWarper(min_p))
     wanted = LogitsProcessorList(warpers)(torch.zeros(4, 1).long(), logits.clone())  # type: ignore[arg-type]
-    got = _filter(logits / temperature, params(4, top_k=top_k, top_p=top_p, min_p=min_p))
-    assert torch.equal(got.isinf(), wanted.isinf())
+    chosen = params(4, top_k=top_k, top_p=top_p, min_p=min_p)
+    got = kept_tokens(logits, torch.full((4,), 1 / temperature), chosen)
+    assert torch.equal(got, ~wanted.isinf())
+
+
+def plainly_kept(logits: list[float], top_k: int, top_p: float, min_p: float) -> list[bool]:
+    """The documented rule, token by token."""
+    peak = max(logits)
+    weight = [math.exp(x - peak) for x in logits]
+    left = [i for i, x in enumerate(logits) if not top_k or sum(y > x for y in logits) < top_k]
+    total = math.fsum(weight[i] for i in left)
+
+    def within(i: int) -> bool:
+        ahead = math.fsum(weight[j] for j in left if logits[j] > logits[i])
+        return (top_p >= 1 or ahead < top_p * total) and weight[i] >= min_p
+
+    return [i in left and within(i) for i in range(len(logits))]
+
+
+@settings(max_examples=60)
+@given(
+    logits=st.lists(st.integers(-40, 40), min_size=2, max_size=60),
+    top_k=st.integers(0, 70),
+    top_p=st.sampled_from([0.05, 0.31, 0.72, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+)
+def test_equal_tokens_are_kept_or_dropped_together(
+    logits: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
+    values = [x / 8 for x in logits]  # many are equal
+    got = kept_tokens(torch.tensor([values]), torch.ones(1), params(1, top_k=top_k, top_p=top_p, min_p=min_p))
+    assert got[0].tolist() == plainly_kept(values, top_k, top_p, min_p)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"top_k": 5000}, {"top_k": 1024}, {"top_p": 0.999}, {"top_k": 20_000, "top_p": 0.9}]
+)
+def test_the_part_that_is_sorted_makes_no_difference(changes: dict[str, Any]) -> None:
+    """More tokens are kept than are sorted at first."""
+    logits = torch.randn(3, 20_000).mul(64).round().div(64)
+    chosen = params(3, **{"top_p": [1.0, 0.7, 0.999]} | changes)
+    got = kept_tokens(logits, torch.ones(3), chosen)
+    weight = (logits - logits.amax(-1, keepdim=True)).double().exp()
+    for i in range(3):
+        ranked, order = logits[i].sort(descending=True)
+        k = int(chosen.top_k[i]) or 20_000
+        mass = weight[i][order].where(ranked >= ranked[k - 1], 0)
+        ahead = mass.cumsum(0) - mass
+        least = ranked[(ahead < chosen.top_p[i].double() * mass.sum()) & (mass > 0)].amin()
+        assert got[i].sum() == (logits[i] >= least).sum()
+        assert torch.equal(got[i], logits[i] >= least)
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -85,6 +135,23 @@ def test_draws_at_positions_seeds_and_tokens_are_uncorrelated() -> None:
     assert across_positions.abs().max() < 0.08
     assert abs(rows.mean().item() - 0.5772) < 0.01  # Euler's constant, the mean of a Gumbel variable
     assert abs(rows.var().item() - 1.6449) < 0.03  # pi^2 / 6
+
+
+def test_noise_is_what_its_definition_says() -> None:
+    """In integers and float64, written down once more."""
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    gamma = 0x9E3779B97F4A7C15
+    for seed, position in ((0, 0), (2**64 - 1, 70_000), (0x8123456789ABCDEF, 5)):
+        stream = mix((seed + (position + 1) * gamma) % 2**64)
+        bits = [mix((stream + (token + 1) * gamma) % 2**64) >> 11 for token in range(2000)]
+        wanted = [-math.log(-math.log1p(-(b + 0.5) * 2.0**-53)) for b in bits]
+        got = gumbel_noise(params(1, seed=seed, position=position), 2000)[0]
+        torch.testing.assert_close(got, torch.tensor(wanted), rtol=1e-6, atol=1e-6)
 
 
 def test_noise_does_not_depend_on_the_batch() -> None:
