@@ -51,7 +51,12 @@ def build(args: Settings) -> Application:
         logger.warning("accelerator: gpu is set and the Ray cluster has no GPU yet: the engines wait for one")
     room = config.max_running_requests + config.max_waiting_requests
     return routers.bind(
-        args.model, config.trust_remote_code, engines.bind(config), room, args.api_keys, config.context_length
+        args.model,
+        config.trust_remote_code,
+        engines.bind(config, args.telemetry),
+        room,
+        args.api_keys,
+        config.context_length,
     )
 
 

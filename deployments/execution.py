@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from deployments.load import LoadMeter
-from deployments.prefix_index import chain_of
 from deployments.submission import Reason, Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
+from deployments.tape_meter import TapeMeter
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Engine(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, cause: str) -> None: ...
     def stats(self) -> EngineStats: ...
 
 
@@ -39,6 +39,7 @@ class Executor:
         self._name = name
         self._model = model
         self._load = LoadMeter(engine.stats)
+        self.meter = TapeMeter()
         self._tapes: dict[Address, asyncio.Task[Tape]] = {}
 
     async def run(self, submission: Submission) -> Refusal | None:
@@ -92,10 +93,10 @@ class Executor:
         try:
             await tape.delivery(key)
         except TapeLost as error:
-            self._engine.abort(request.id)
+            self._engine.abort(request.id, "tape_lost")
             return self._refuse("lost", str(error))
         except asyncio.CancelledError:
-            self._engine.abort(request.id)
+            self._engine.abort(request.id, "cancelled")
             raise
         if failure:
             return self._refuse("lost", failure)
@@ -109,7 +110,7 @@ class Executor:
             if address != submission.tape and opened.done() and not (opened.cancelled() or opened.exception())
         ]
         if others:
-            prefix = chain_of(submission.prompt + submission.generated, submission.model)
+            prefix = submission.prefix()
             for tape in others:
                 tape.tell(prefix)
 
@@ -127,14 +128,18 @@ class Executor:
         return await asyncio.shield(opening)
 
     async def _open(self, address: Address) -> Tape:
+        tape: Tape | None = None
+
         def abort(key: Key) -> None:
-            self._engine.abort(_request_id(address, key))
+            moving = tape is not None and tape.moving
+            self._engine.abort(_request_id(address, key), "moved" if moving else "unwanted")
 
         def closed() -> None:
             self._tapes.pop(address, None)
 
         try:
-            return await Tape.connect(address, self._name, self._load.read, abort, closed)
+            tape = await Tape.connect(address, self._name, self._load.read, abort, closed, self.meter)
+            return tape
         except TapeLost:
             closed()
             raise

@@ -9,6 +9,10 @@ from ray import serve
 
 from deployments import demo_model
 from deployments.execution import Executor
+from deployments.exporter import Exporter
+from deployments.gpu import own_gpu
+from deployments.metrics import ServeRecorder
+from deployments.settings import TelemetrySettings
 from deployments.submission import Refusal, Submission
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine, EngineStats
@@ -17,7 +21,9 @@ from engine.engine import AsyncEngine, EngineStats
 class EngineReplica:
     """What Ray Serve runs on each GPU."""
 
-    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, telemetry: TelemetrySettings
+    ) -> None:
         model = await asyncio.to_thread(demo_model.resolve, config.model)
         threads = config.cpu_threads
         if threads is None and config.device == "cpu":  # Ray has set OMP_NUM_THREADS to its `num_cpus`
@@ -27,6 +33,12 @@ class EngineReplica:
         name = serve.get_replica_context().replica_id.unique_id
         self._executor = Executor(self._engine, name, config.model)
         self._model = config.model
+        gpu = own_gpu(self._engine.gpu_uuid) if self._engine.gpu_uuid else None
+        record = ServeRecorder(gpu_uuid=gpu.uuid if gpu else "")
+        exporter = Exporter(
+            self._engine, record, config.model, gpu, self._executor.meter, telemetry.gpu_cost_per_hour
+        )
+        self._exporting = asyncio.create_task(exporter.run())
 
     async def submit(self, submission: Submission) -> Refusal | None:
         """Run one attempt at a sequence; its tokens go on the tape of the Router that sent it.

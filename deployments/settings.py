@@ -17,6 +17,15 @@ SPARE = 64
 """Calls to a replica beside what its engine takes: health, stats, and requests on their way to be refused."""
 
 
+class TelemetrySettings(BaseModel):
+    """What the application tells of itself beside its metrics, which are always there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpu_cost_per_hour: Annotated[float, Field(gt=0)] | None = None
+    """Price of an hour of one GPU, in any currency; gives the metric of the cost of a million tokens."""
+
+
 class Settings(BaseModel):
     """Settings of the application. An unknown or ill-typed key is refused with its name."""
 
@@ -34,6 +43,7 @@ class Settings(BaseModel):
     """Processes that speak HTTP, tokenise and detokenise."""
     api_keys: Annotated[str, Field(min_length=1)] | None = None
     """File with one key a line, or folder of such files, read when a Router starts; clients then need one."""
+    telemetry: TelemetrySettings = TelemetrySettings()
     engine: dict[str, Any] = {}
     """Settings of each `EngineConfig`; `model` and `device` follow from the settings above."""
 

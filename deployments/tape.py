@@ -31,6 +31,7 @@ from typing import TypeAlias, cast
 import msgspec
 
 from deployments.load import Load
+from deployments.tape_meter import TapeMeter
 from engine.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -164,10 +165,15 @@ class Tape(_Connection):
     """
 
     def __init__(
-        self, load: Callable[[], Load], abort: Callable[[Key], None], closed: Callable[[], None]
+        self,
+        load: Callable[[], Load],
+        abort: Callable[[Key], None],
+        closed: Callable[[], None],
+        meter: TapeMeter,
     ) -> None:
         super().__init__()
         self.moving = False
+        self._meter = meter
         self._load = load
         self._abort = abort
         self._closed = closed
@@ -188,19 +194,20 @@ class Tape(_Connection):
         load: Callable[[], Load],
         abort: Callable[[Key], None],
         closed: Callable[[], None],
+        meter: TapeMeter | None = None,
     ) -> Tape:
         """Open the tape to a Router.
 
         `replica` is how Ray Serve names this replica, `load` is asked for every frame.
         `abort` is called with each request that the Router does not want any more, `closed` once
-        when the tape is lost.
+        when the tape is lost. `meter` is told what goes over it.
         Raises `TapeLost` where there is no Router at `address`.
         """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT):
                 _, tape = await loop.create_connection(
-                    lambda: cls(load, abort, closed),
+                    lambda: cls(load, abort, closed, meter or TapeMeter()),
                     address.host,
                     address.port,
                     ssl=_tls(ssl.Purpose.SERVER_AUTH),
@@ -254,7 +261,9 @@ class Tape(_Connection):
         records = list(self._pending.values())
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
-        self.send(self._encode(Frame(self._load(), records, list(self._prefixes))))
+        frame = self._encode(Frame(self._load(), records, list(self._prefixes)))
+        self.send(frame)
+        self._meter.sent(self, _LENGTH.size + len(frame), len(records))
         self._prefixes.clear()
 
     def frame_received(self, payload: bytes) -> None:
@@ -269,6 +278,7 @@ class Tape(_Connection):
             if future is not None and not future.done():
                 future.set_result(None)
         self._outstanding = None
+        self._meter.answered(self)
         for key in unwanted:
             self._abort(key)
         self._flush()
@@ -277,8 +287,13 @@ class Tape(_Connection):
         if self.moving and not self._delivered:
             self.close()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._meter.opened(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._meter.closed(self)
         self._pending.clear()
         for future in self._delivered.values():
             if not future.done():

@@ -71,6 +71,8 @@ class AsyncEngine:
         self.vocab_size = 0
         self.eos_token_ids: tuple[int, ...] = ()
         self.device = "none"
+        self.gpu_uuid: str | None = None
+        """As CUDA names it; None on a CPU."""
         self._started = False
         self._closed = False
         self._alive = True
@@ -282,6 +284,7 @@ class AsyncEngine:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.device = str(device)
+        self.gpu_uuid = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None
         return scheduler, runner
 
     def _loop(self) -> None:

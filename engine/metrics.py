@@ -150,7 +150,7 @@ GPU_ACTIVE_RATIO = _gauge(
 OVERLAP_RATIO = _gauge(
     "overlap_ratio",
     "ratio",
-    "Share of the host's work on steps during which the device computed, over the recorded steps",
+    "Share of the host's work on steps that took place while the device computed, in the last busy second",
 )
 ACTIVE_SECONDS = _counter("gpu_active_seconds", "seconds", "Time in which the device computed steps")
 GAP_SECONDS = _counter(
@@ -212,14 +212,14 @@ ADMITTED = _counter("requests_admitted", "requests", "Attempts at a sequence tha
 FINISHED = _counter(
     "requests_finished",
     "requests",
-    "Accepted attempts by how they ended, each in exactly one: stop, length, abort or error",
+    "Accepted attempts by how they ended, each in exactly one: stop, length, timeout, abort or error",
     "reason",
 )
 ABORTS = _counter(
     "requests_aborted",
     "requests",
     "Aborted attempts by cause: cancelled (by the Router: client gone, stop string), unwanted (the tape's "
-    "answer says so), tape_lost, reader_failed, stopped (the engine stops)",
+    "answer says so), moved (to another replica), tape_lost, reader_failed, stopped (the engine stops)",
     "cause",
 )
 QUEUE = _histogram(
@@ -253,8 +253,8 @@ SEQUENCES_STARTED = _counter("sequences_started", "sequences", "Choices begun", 
 SEQUENCES_FINISHED = _counter(
     "sequences_finished",
     "sequences",
-    "Choices by how they ended, each in exactly one: stop, length, abort (the client left), or why they came "
-    "to nothing: invalid, full, unavailable, failed, lost",
+    "Choices by how they ended, each in exactly one: stop, length, timeout, abort (the client left), or why "
+    "they came to nothing: invalid, full, unavailable, other model, moved, lost, failed",
     "reason",
     owner="router",
 )
