@@ -1,6 +1,6 @@
 """What a decode step costs the host: schedule, prepare, launch and commit, with a device that does nothing.
 
-    python -m benchmarks.host_step [--json] [--requests 32 256 1024] [--steps 400]
+    python -m benchmarks.host_step [--json] [--requests 32 256 1024] [--steps 400] [--waiting 4096]
 
 The real scheduler, slots and runner; only the lanes drop their work and a token is drawn at random.
 Prints the median, 99th percentile and phases of the steps in microseconds, and beside them what the
@@ -56,8 +56,8 @@ class NoModel:
         raise NotImplementedError("its lane drops it")
 
 
-def measure(requests: int, steps: int, prompt: int = 256) -> dict[str, Any]:
-    """Steady decode of `requests` requests."""
+def measure(requests: int, steps: int, prompt: int = 256, waiting: int = 0) -> dict[str, Any]:
+    """Steady decode of `requests` requests, while `waiting` ones of as many clients have no row."""
     context = prompt + steps + 64
     blocks = -(-context // BLOCK_SIZE)
     scheduler = Scheduler(
@@ -83,10 +83,14 @@ def measure(requests: int, steps: int, prompt: int = 256) -> dict[str, Any]:
     for i in range(requests):
         tokens = rng.integers(1, 100, prompt).tolist()
         scheduler.add(Request(str(i), tokens, SamplingParams(temperature=0, stop_token_ids=(0,))))
+    for i in range(waiting):
+        tokens = rng.integers(1, 100, prompt).tolist()
+        scheduler.add(Request(f"waiting {i}", tokens, SamplingParams(), client=str(i), timeout=1e6))
     times: list[tuple[float, float, float, float]] = []
     gc.collect()
     for _ in range(steps):
         begin = time.perf_counter()
+        scheduler.expire(time.monotonic())
         plan = scheduler.schedule()
         scheduled = time.perf_counter()
         assert plan is not None
@@ -154,10 +158,11 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, nargs="*", default=[32, 64, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--waiting", type=int, default=0, help="requests without a row, each of a client")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = [measure(n, args.steps) for n in args.requests]
+    found = [measure(n, args.steps, waiting=args.waiting) for n in args.requests]
     names = ("schedule", "launch", "commit", "whole", "whole_p99", "timing")
     print(f"{'requests':>9}", *(f"{name:>9}" for name in names), " us a step")
     for x in found:

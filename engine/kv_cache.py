@@ -49,6 +49,8 @@ class KVCache:
         self._hash_of: dict[int, bytes] = {}  # registered blocks, owned or cached
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self.releases = 0
+        """Counts up whenever there may be more room than before."""
 
     @property
     def available(self) -> int:
@@ -78,6 +80,7 @@ class KVCache:
 
         Raises `ValueError` if one of them has no owner.
         """
+        self.releases += 1
         # Last first: a prefix is worth more than what follows it, so it is evicted later.
         for block in reversed(blocks):
             if self._owners[block] <= 0:

@@ -79,6 +79,7 @@ class Scheduler:
         self.running: list[Request] = []  # sorted by Request.order
         self.waiting = WaitingQueue()
         self._deadlines = Deadlines()
+        self._blocked: tuple[Request, int] | None = None  # who found no room, and after which release
         self.counters = SchedulerCounters()
         self._in_flight: deque[_InFlight] = deque()
         self._steps = 0
@@ -216,8 +217,10 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give the first waiting request a row and blocks for all its tokens. False if there is no room."""
-        if request.late:
+        if request.late or not (self.rows.num_free or self.running[-1].priority > request.priority):
             return False
+        if self._blocked == (request, self.cache.releases):
+            return False  # as before: looking at all blocks of a long prompt in each step would take long
         size, known = self.block_size, request.num_tokens
         # At least one token must be computed, or there would be nothing to sample from.
         sharable = (known - 1) // size
@@ -227,6 +230,7 @@ class Scheduler:
             shared = self.cache.match(request.hashes[:sharable])
         needed = -(-known // size) - len(shared)
         if not self._make_room(request, needed, shared):
+            self._blocked = request, self.cache.releases
             return False
         self.cache.share(shared)
         blocks = shared + self.cache.allocate(needed)
@@ -258,7 +262,7 @@ class Scheduler:
         if self.rows.num_free and missing(len(self.running)) <= 0:
             return True
         victims = [each for each in self.running if each.priority > request.priority]
-        held = int(self.rows.num_blocks[[each.row for each in victims]].sum())
+        held = int(self.rows.num_blocks[[each.row for each in victims]].sum()) if victims else 0
         if not victims or missing(len(self.running) - len(victims)) > held:
             return False
         while victims and not (self.rows.num_free and missing(len(self.running)) <= 0):
