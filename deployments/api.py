@@ -145,6 +145,7 @@ class Api:
                 (request.cache_salt or "").encode(),
                 request.timeout,
                 request.queue_timeout,
+                request.user or "",
             ),
         )
         chat = isinstance(request, ChatRequest)

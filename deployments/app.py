@@ -35,7 +35,9 @@ def build(args: Settings) -> Application:
     engines = serve.deployment(
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if gpu else 0},
         max_ongoing_requests=engine_limit(config),
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER, request_router_kwargs={"session_affinity": args.session_affinity}
+        ),
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
         **_scale(args, config),

@@ -20,13 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.load import Load
-from deployments.prefix_index import PrefixIndex, chain_of
+from deployments.prefix_index import PrefixIndex
 
 Tokens: TypeAlias = npt.NDArray[np.float64]
 """One number of tokens for each replica."""
-
-Slots: TypeAlias = list[int] | npt.NDArray[np.intp]
-"""Indices of replicas."""
 
 LOAD_WEIGHT = 0.5
 """What a token of work that a replica has already counts against a token of this prompt.
@@ -37,8 +34,8 @@ Below 1, since a prefix found saves work for everybody, waiting elsewhere costs 
 OUTPUT = 64
 """Tokens of prompt that a request which is being answered is worth: its decode shares the steps."""
 
-SLACK = 64
-"""Scores no further apart than this many tokens are the same."""
+SLACK = 512
+"""Scores no further apart than this many tokens are as good: what Routers know is a step old."""
 
 SETTLE = 0.02
 """Seconds from a request's arrival on a replica until a frame is sure to count it."""
@@ -53,24 +50,19 @@ SESSIONS = 1 << 16
 """Sessions that are remembered, the least recent forgotten first."""
 
 
-def scores(prompt: int, load: Tokens, cached: Iterable[tuple[Slots, int]]) -> Tokens:
-    """Tokens that stand between a request and its first token, on each replica; lower is better.
+def choose(uncached: Tokens, load: Tokens, rng: random.Random) -> int:
+    """The replica with the fewest tokens between a request and its first one.
 
-    `prompt` is its length, `load` the tokens that each replica has to do, and `cached` says which
-    replicas find how many tokens of the prompt in their cache.
+    `uncached` is what each replica would compute of this prompt, `load` what it has to do already.
+    Among replicas that are as good as the best, and have cached as much, it is the less loaded of two
+    taken at random, so that Routers which know the same do not all go to the same one.
     """
-    score = prompt + LOAD_WEIGHT * load
-    for replicas, tokens in cached:
-        score[replicas] -= tokens
-    return score
-
-
-def lowest(score: Tokens, load: Tokens, rng: random.Random) -> int:
-    """The best replica; among equals, the less loaded of two taken at random, so that Routers disperse."""
-    best = np.flatnonzero(score <= score.min() + SLACK)
-    if len(best) == 1:
-        return int(best[0])
-    one, other = (int(best[int(rng.random() * len(best))]) for _ in range(2))
+    score = uncached + LOAD_WEIGHT * load
+    best = score.argmin()
+    equals = np.flatnonzero((score <= score[best] + SLACK) & (uncached == uncached[best]))
+    if len(equals) == 1:
+        return int(best)
+    one, other = (int(equals[int(rng.random() * len(equals))]) for _ in range(2))
     return one if load[one] <= load[other] else other
 
 
@@ -153,42 +145,43 @@ class Balancer:
     def place(
         self,
         key: Hashable,
-        tokens: Sequence[int],
+        tokens: int,
+        prefix: Sequence[int] = (),
         *,
-        model: str = "",
-        session: str | None = None,
+        session: str = "",
         avoid: Iterable[str] = (),
     ) -> str:
         """The replica for a request, which counts as sent there from now on.
 
-        `key` names the request here, `tokens` are to be computed before it decodes. All requests of
-        a `session` go where the last one went, as if that replica had all their tokens, unless it
-        has much more to do than others. Replicas to `avoid` are chosen only where there is no other.
-        Raises `LookupError` if there is no replica.
+        `key` names the request here, `tokens` are to be computed before it decodes, `prefix` are their
+        hashes (`chain_of`). All requests of a `session`, if it has a name, go where the last one went,
+        as if that replica had all their tokens, unless it has much more to do than others. Replicas to
+        `avoid` are chosen only where there is no other. Raises `LookupError` if there is no replica.
         """
-        chain = chain_of(tokens, model)
         with self._lock:
             if not self._slots:
                 raise LookupError("no replica")
             load = self._load()
-            found = self._index.match(chain)
-            score = scores(len(tokens), load, ((_indices(bits), n) for bits, n in found))
-            if session is not None and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
-                score[last] = LOAD_WEIGHT * load[last]
+            found = self._index.match(prefix)
+            uncached = np.full(len(load), float(tokens))
+            for bits, n in found:
+                uncached[_indices(bits)] -= n
+            if session and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
+                uncached[last] = 0
             for name in avoid:
                 if (slot := self._slots.get(name)) is not None:
-                    score[slot] += AVOIDED
-            slot = lowest(score, load, self._rng)
+                    uncached[slot] += AVOIDED
+            slot = choose(uncached, load, self._rng)
             chosen = self._names[slot]
             assert chosen is not None
             cached = next((n for bits, n in found if bits >> slot & 1), 0)
-            self._index.add(chain, slot)
-            if session is not None:
+            self._index.add(prefix, slot)
+            if session:
                 self._sessions[session] = chosen
                 self._sessions.move_to_end(session)
                 if len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
-            self._assign(key, chosen, len(tokens) - cached + OUTPUT)
+            self._assign(key, chosen, tokens - cached + OUTPUT)
         return chosen
 
     def accepted(self, key: Hashable, name: str) -> None:
@@ -241,7 +234,7 @@ class Balancer:
         return np.maximum(self._reported - done, 0) + self._sent
 
 
-def _indices(bits: int) -> Slots:
+def _indices(bits: int) -> list[int] | npt.NDArray[np.intp]:
     """Where `bits` has ones."""
     if bits.bit_count() == 1:
         return [bits.bit_length() - 1]

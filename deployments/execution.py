@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
 from deployments.load import LoadMeter
 from deployments.submission import Reason, Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
@@ -60,7 +58,7 @@ class Executor:
                 sampling, stop_token_ids=sampling.stop_token_ids + eos, ignore_eos=False
             ),
             generated=submission.generated,
-            **msgspec.structs.asdict(submission.scheduling),
+            **submission.scheduling.for_engine(),
         )
         try:
             tape = await self._tape(submission.tape)

@@ -17,9 +17,12 @@ BLOCK = 64
 """Tokens; shorter prompts are not worth a detour."""
 
 
-def chain_of(tokens: Sequence[int], model: str) -> list[int]:
-    """The hashes of the full blocks of `tokens`, which differ for each model; alike in all processes."""
-    parent, hashes = zlib.crc32(model.encode()), []
+def chain_of(tokens: Sequence[int], identity: bytes = b"") -> list[int]:
+    """The hashes of the full blocks of `tokens`, alike in all processes.
+
+    `identity` is part of every hash: the model, and what else keeps caches apart.
+    """
+    parent, hashes = zlib.crc32(identity), []
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         parent = hash((parent, *tokens[start : start + BLOCK]))
         hashes.append(parent)

@@ -36,7 +36,9 @@ class TokenRouter(FIFOMixin, RequestRouter):
     FIFO, as calls that belong to one HTTP request share the id by which Serve would match them.
     """
 
-    def initialize_state(self, **kwargs: Any) -> None:
+    def initialize_state(self, *, session_affinity: bool = False, **kwargs: Any) -> None:
+        """Called by Ray Serve, with the `request_router_kwargs` of the deployment."""
+        self._session_affinity = session_affinity
         self._balancer = balancer_of(self._deployment_id)
         self._by_name: dict[str, RunningReplica] = {}
 
@@ -51,8 +53,9 @@ class TokenRouter(FIFOMixin, RequestRouter):
         try:
             name = self._balancer.place(
                 key_of(submission),
-                submission.prompt + submission.generated,
-                model=submission.model,
+                len(submission.prompt) + len(submission.generated),
+                submission.prefix(),
+                session=submission.scheduling.session if self._session_affinity else "",
                 avoid=submission.avoid,
             )
             best = self._by_name[name]

@@ -41,6 +41,8 @@ class Settings(BaseModel):
     """If set, Ray Serve scales the engines with the load between `replicas` and this many."""
     routers: Count = 1
     """Processes that speak HTTP, tokenise and detokenise."""
+    session_affinity: bool = False
+    """Requests with the same `user` go to the same engine, unless it has much more to do than others."""
     api_keys: Annotated[str, Field(min_length=1)] | None = None
     """File with one key a line, or folder of such files, read when a Router starts; clients then need one."""
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
+from deployments.prefix_index import chain_of
 from deployments.tape import Address
 from engine.request import SamplingParams
 
 
 class SchedulingParams(msgspec.Struct, frozen=True):
-    """When a sequence is computed and until when; the fields are those of `engine.request.Request`."""
+    """When a sequence is computed and until when; all but `session` is as in `engine.request.Request`."""
 
     priority: int = 0
     client: str = ""
     cache_salt: bytes = b""
     timeout: float | None = None
     queue_timeout: float | None = None
+    session: str = ""
+    """Whose next request finds most of its prompt where this one went, if it has a name; for Routers."""
+
+    def for_engine(self) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "session"}
 
     def after(self, seconds: float, began: bool) -> Self:
         """What is left of its times. One that `began` has left the queue behind."""
@@ -57,6 +63,11 @@ class Submission(msgspec.Struct, frozen=True):
     """An earlier attempt was accepted: it is not refused for lack of room."""
     avoid: tuple[str, ...] = ()
     """Replicas that have refused it, to be chosen only where there is no other."""
+
+    def prefix(self) -> list[int]:
+        """The hashes of what is to be computed before it decodes, for a `PrefixIndex`."""
+        identity = self.model.encode() + b"\0" + self.scheduling.cache_salt
+        return chain_of(self.prompt + self.generated, identity)
 
 
 Reason: TypeAlias = Literal[

@@ -15,8 +15,7 @@ from deployments.generation import ATTEMPTS, SHUTTING_DOWN, Dispatcher, Generati
 from deployments.load import Load
 from deployments.prefix_index import BLOCK, chain_of
 from deployments.submission import Refusal, Submission
-from deployments.tape import Record
-from deployments.tape import Observe
+from deployments.tape import Observe, Record
 from engine.request import FinishReason, Output, SamplingParams
 from tests.memory_engine import MemoryEngine, text_of
 
@@ -428,8 +427,8 @@ async def test_routers_learn_of_the_prompts_that_others_send() -> None:
             await dispatchers[router].open("127.0.0.1")
         readers.append((dispatchers[router], Reader(dispatchers[router], prompt=prompt)))
         await readers[-1][1].generation.admitted.wait()
-    assert await news[0].get() == chain_of(prompts[1], "demo")
-    assert await news[1].get() == chain_of(prompts[2], "demo")
+    assert await news[0].get() == chain_of(prompts[1], b"demo\0")
+    assert await news[1].get() == chain_of(prompts[2], b"demo\0")
     assert news[0].empty() and news[1].empty()
     for dispatcher, reader in readers:
         dispatcher.stop(reader.generation)
