@@ -217,6 +217,12 @@ class Balancer:
                     if placement.accepted is not None and now - placement.accepted >= SETTLE:
                         self._settle(key, placement)
 
+    def loads(self) -> dict[str, float]:
+        """Tokens that each replica is thought to have to do."""
+        with self._lock:
+            load = self._load()
+            return {name: float(load[slot]) for name, slot in self._slots.items()}
+
     def _assign(self, key: Hashable, name: str, tokens: float) -> None:
         if earlier := self._placements.get(key):
             self._settle(key, earlier)
