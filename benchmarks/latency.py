@@ -44,6 +44,33 @@ def good(one: Seen, ttft_target: float, gap_target: float) -> bool:
     return not between or float(np.percentile(between, 99)) <= gap_target
 
 
+def window(seen: Sequence[Seen], begin: float, end: float) -> dict[str, Any]:
+    """Figures of an interval in which as many requests run all the time.
+
+    Tokens come at the times of `Seen.times`, as many each time as in the mean of that request; of one
+    that is cut off over HTTP their number is not known, and the mean of all others counts.
+    """
+    known = [one for one in seen if one.tokens and one.times]
+    times, tokens = sum(len(one.times) for one in known), sum(one.tokens for one in known)
+    each = tokens / times if times else 1.0
+    came = sum(
+        (one.tokens / len(one.times) if one.tokens else each) * sum(begin <= t < end for t in one.times)
+        for one in seen
+        if one.times
+    )
+    due = [one for one in seen if begin <= one.due < end]
+    return {
+        "requests": len(due),
+        "failed": sum(one.error != "stopped" and not one.complete for one in seen),
+        "errors": sorted({one.error for one in seen if one.error not in (None, "stopped")})[:5],
+        "seconds": end - begin,
+        "output_tokens_per_s": came / (end - begin),
+        "tokens_per_event": each,
+        **quantiles("ttft_ms", (ttft(one) for one in due if one.times)),
+        **quantiles("itl_ms", gaps_between(seen, begin, end)),
+    }
+
+
 def summary(seen: Sequence[Seen], ttft_target: float, gap_target: float) -> dict[str, Any]:
     """Latencies in milliseconds, of every request that got tokens. Rates: from the first due to the last end.
 

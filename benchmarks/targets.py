@@ -6,14 +6,18 @@ import asyncio
 import gc
 import json
 import multiprocessing
+import random
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle
+from multiprocessing.synchronize import Barrier
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from benchmarks.arrivals import Arrival
 
@@ -49,6 +53,27 @@ class Seen:
     @property
     def complete(self) -> bool:
         return self.error is None and self.ended > 0 and self.tokens == self.output
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Streams that ask for one answer after the other: as many are open all the time."""
+
+    streams: int
+    prompt: int
+    """Tokens of each prompt, random."""
+    output: int
+    """Tokens of an answer in the mean; evenly from half of it up, so that they do not all end at once."""
+    vocab: int
+    seed: int = 0
+
+    def share(self, i: int, n: int) -> Chats:
+        """The part of the i-th of n processes."""
+        return replace(self, streams=len(range(i, self.streams, n)), seed=self.seed * 1000 + i + 1)
+
+    def next(self, rng: np.random.Generator) -> Arrival:
+        prompt = rng.integers(1, self.vocab, self.prompt).tolist()
+        return Arrival(0.0, prompt, int(rng.integers(self.output // 2, self.output * 3 // 2 + 1)), "chat")
 
 
 class Target(Protocol):
@@ -95,14 +120,15 @@ class EngineTarget:
 class HttpTarget:
     """An OpenAI completions server, asked with token ids; one connection for each request."""
 
-    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
-        """`url`: http://host:port, without the /v1."""
-        parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+    def __init__(self, urls: str | Sequence[str], model: str, api_key: str | None = None) -> None:
+        """`urls`: http://host:port, without the /v1; several are asked in turn."""
+        parts = [urlsplit(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        random.shuffle(parts)  # so that clients do not all begin with the same
+        self._addresses = cycle([(part.hostname or "127.0.0.1", part.port or 80) for part in parts])
         self._model = model
         self._head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            "Content-Type: application/json\r\n"
         ) + (f"Authorization: Bearer {api_key}\r\n" if api_key else "")
 
     async def send(self, arrival: Arrival, seen: Seen) -> None:
@@ -121,7 +147,7 @@ class HttpTarget:
         loop = asyncio.get_running_loop()
         transport = None
         try:
-            transport, stream = await loop.create_connection(lambda: _Stream(seen), self._host, self._port)
+            transport, stream = await loop.create_connection(lambda: _Stream(seen), *next(self._addresses))
             transport.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             await stream.done
         except OSError as error:
@@ -242,12 +268,39 @@ async def play(target: Target, arrivals: Sequence[Arrival], begin: float | None 
     return seen
 
 
+async def keep(target: Target, chats: Chats, begin: float, until: float) -> list[Seen]:
+    """Keep every stream busy between two times; what still runs at the end is cut off."""
+    rng = np.random.default_rng(chats.seed)
+    seen: list[Seen] = []
+
+    async def stream() -> None:
+        while now() < until:
+            arrival = chats.next(rng)
+            one = Seen(arrival.group, len(arrival.prompt), arrival.output, now(), now())
+            seen.append(one)
+            await target.send(arrival, one)
+            if one.error is not None:
+                await asyncio.sleep(0.05)  # a server that refuses everything is not to be flooded
+
+    await asyncio.sleep(begin - now())
+    tasks = [asyncio.create_task(stream()) for _ in range(chats.streams)]
+    if tasks:
+        await asyncio.wait(tasks, timeout=until - now())
+    for task in tasks:
+        task.cancel()
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(found, Exception):
+            raise found
+    return seen
+
+
 class Clients:
-    """Processes that play traffic over HTTP, since one would be the bottleneck. Leave it to end them."""
+    """Processes that send over HTTP, since one would be the bottleneck. Leave it to end them."""
 
     def __init__(self, processes: int) -> None:
+        context = multiprocessing.get_context("spawn")
         self._processes = processes
-        self._pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+        self._pool = ProcessPoolExecutor(processes, context, _meet_at, (context.Barrier(processes),))
 
     def __enter__(self) -> Self:
         return self
@@ -255,23 +308,49 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    async def play(self, url: str, model: str, arrivals: Sequence[Arrival], lead: float = 1.0) -> list[Seen]:
+    async def start(self) -> None:
+        """Return when all run: from then on a task begins at once."""
+        await self._all([(_meet,)] * self._processes)
+
+    async def play(
+        self, urls: str | Sequence[str], model: str, arrivals: Sequence[Arrival], lead: float = 1.0
+    ) -> list[Seen]:
         """As `play`, from `lead` seconds on: by then every process has to have its share."""
-        ordered, loop = sorted(arrivals, key=lambda a: a.at), asyncio.get_running_loop()
-        shares = [ordered[i :: self._processes] for i in range(self._processes)]
-        # A first round, so that all have started when the time begins to count.
-        await asyncio.gather(*(loop.run_in_executor(self._pool, _ready) for _ in shares))
-        begin = now() + lead
-        parts = await asyncio.gather(
-            *(loop.run_in_executor(self._pool, _play, url, model, share, begin) for share in shares)
-        )
+        await self.start()
+        n, begin = self._processes, now() + lead
+        ordered = sorted(arrivals, key=lambda a: a.at)
+        return await self._all([(_play, urls, model, ordered[i::n], begin) for i in range(n)])
+
+    async def keep(
+        self, urls: str | Sequence[str], model: str, chats: Chats, begin: float, until: float
+    ) -> list[Seen]:
+        """As `keep`; `start` before."""
+        n = self._processes
+        return await self._all([(_keep, urls, model, chats.share(i, n), begin, until) for i in range(n)])
+
+    async def _all(self, calls: list[Any]) -> list[Seen]:
+        loop = asyncio.get_running_loop()
+        parts = await asyncio.gather(*(loop.run_in_executor(self._pool, *call) for call in calls))
         return [one for part in parts for one in part]
 
 
-def _ready() -> None:
-    time.sleep(0.05)  # long enough that no process takes two of these
+_meeting: list[Barrier] = []
 
 
-def _play(url: str, model: str, arrivals: list[Arrival], begin: float) -> list[Seen]:
+def _meet_at(barrier: Barrier) -> None:
+    _meeting.append(barrier)
+
+
+def _meet() -> list[Seen]:
+    _meeting[0].wait()
+    return []
+
+
+def _play(urls: str | Sequence[str], model: str, arrivals: list[Arrival], begin: float) -> list[Seen]:
     with undisturbed():
-        return asyncio.run(play(HttpTarget(url, model), arrivals, begin))
+        return asyncio.run(play(HttpTarget(urls, model), arrivals, begin))
+
+
+def _keep(urls: str | Sequence[str], model: str, chats: Chats, begin: float, until: float) -> list[Seen]:
+    with undisturbed():
+        return asyncio.run(keep(HttpTarget(urls, model), chats, begin, until))

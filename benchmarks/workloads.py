@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -73,6 +75,17 @@ def save_config(shape: str, directory: Path, context: int) -> str:
     config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]  # type: ignore[attr-defined]
     config.save_pretrained(directory)
     return str(directory)
+
+
+def save_tokenizer(shape: str, directory: Path) -> None:
+    """One for random weights: every token is a blank and a word, so that each is seen in a stream."""
+    letters = sorted(set(bytes_to_unicode().values()))  # type: ignore[no-untyped-call]
+    words = [f"Ġw{i}" for i in range(SHAPES[shape]["vocab_size"] - len(letters))]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(letters + words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    wrapped: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    wrapped.save_pretrained(directory)
 
 
 def chat_prompts(directory: str, n: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ import os
 from ray import serve
 
 from deployments import demo_model
+from deployments.affinity import pin_to_gpu
 from deployments.execution import Executor
 from deployments.exporter import Exporter
 from deployments.gpu import own_gpu
@@ -24,6 +25,8 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, telemetry: TelemetrySettings
     ) -> None:
+        if config.device == "cuda":
+            pin_to_gpu(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         model = await asyncio.to_thread(demo_model.resolve, config.model)
         threads = config.cpu_threads
         if threads is None and config.device == "cpu":  # Ray has set OMP_NUM_THREADS to its `num_cpus`

@@ -1,0 +1,155 @@
+"""Several engines on one machine, measured in one go: scaling, what HTTP costs, routing, a death.
+
+    python -m scripts.multi_gpu --shape 8b 0.6b --out benchmarks/results/h200x2.jsonl
+    python -m scripts.multi_gpu --paced 40 --replicas 1 2 4 8 16 --out benchmarks/results/scaling-cpu.jsonl
+
+Starts Ray and the application with as many engines as the largest of --replicas (by default one and as
+many as there are GPUs) on random weights, loads it from processes of its own, and appends a JSON line for
+every phase as soon as that is through. A phase for which no time is left is skipped. --paced N replaces the
+GPUs by engines that take N times the time of an H200 for each step, so that all but the GPU is real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.targets import Clients, now, undisturbed
+
+CONTEXT = 8192
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # virtual machines that grow as they are used look full
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # Routers end when all has been measured
+    "HF_HUB_OFFLINE": "1",
+}
+INGRESS = {
+    "proxy": {},
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"},
+}
+INGRESS["direct"] = INGRESS["haproxy"]  # Routers that can be reached past HAProxy, too
+
+
+def settings(args: argparse.Namespace, shape: str, folder: Path) -> Any:
+    from benchmarks.workloads import save_config, save_tokenizer
+    from deployments.settings import Settings
+
+    model = save_config(shape, folder / shape, CONTEXT)
+    save_tokenizer(shape, folder / shape)
+    engine: dict[str, Any] = {
+        "load_format": "random",
+        "max_running_requests": args.streams,
+        "max_tokens_per_step": args.max_tokens_per_step,
+        "dtype": "bfloat16",
+    }
+    return Settings(
+        model=model,
+        accelerator="gpu" if args.paced is None else "cpu",
+        replicas=args.replicas[-1],
+        routers=args.routers,
+        engine=engine,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def gpus() -> tuple[int, str]:
+    import torch
+
+    n = torch.cuda.device_count()
+    return n, f"{n} x {torch.cuda.get_device_name()}" if n else "CPUs"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", choices=["8b", "0.6b"], default=["8b"])
+    parser.add_argument("--replicas", type=int, nargs="+", help="one and all GPUs by default")
+    parser.add_argument("--routers", type=int, help="four for each replica by default")
+    parser.add_argument("--ingress", choices=INGRESS, default="direct")
+    parser.add_argument("--streams", type=int, default=256, help="for each replica")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--max-tokens-per-step", type=int, default=2048)
+    parser.add_argument(
+        "--phases", nargs="+", default=["bare", "http", "ingress", "routing", "kill"],
+        choices=["bare", "http", "ingress", "routing", "kill"],
+    )  # fmt: skip
+    parser.add_argument("--clients", type=int, help="processes; a quarter of the cores by default")
+    parser.add_argument("--paced", type=float, help="no GPU, so many times an H200's time")
+    parser.add_argument("--flame", type=Path, help="folder for flame graphs (py-spy, as root)")
+    parser.add_argument("--logs", type=Path, help="copy Ray's logs here at the end")
+    parser.add_argument("--limit", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--version", default="", help="what this state of the code is called in the results")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    args = parser.parse_args()
+    ends = now() + args.limit
+    found, args.device = gpus() if args.paced is None else (0, "CPUs")
+    if args.paced is None and not found:
+        parser.error("torch sees no GPU; --paced N needs none")
+    args.replicas = sorted(set(args.replicas or [1, max(found, 1)]))
+    most = args.replicas[-1]
+    args.routers = args.routers or 4 * most
+    args.name = args.out.stem if args.out else "multi-gpu"
+    cores = os.cpu_count() or 1
+    clients = args.clients or max(1, cores // 4)
+
+    folder = Path(tempfile.mkdtemp(prefix="sa"))
+    os.environ |= ENVIRONMENT | INGRESS[args.ingress] | {"STEPAHEAD_FLEET_CONTROL": str(folder / "steering")}
+    if args.paced is not None:
+        os.environ["STEPAHEAD_FLEET_PACE"] = str(args.paced)
+    root = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    import ray
+    from ray import serve
+
+    try:
+        begin = time.perf_counter()
+        ray.init(
+            num_cpus=max(cores, 2 * most + args.routers),
+            num_gpus=most if args.paced is None else 0,
+            include_dashboard=False,
+            object_store_memory=1 << 29,
+            _temp_dir=str(folder / "ray"),
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+        )
+        print(f"Ray: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        from benchmarks.fleet import APPLICATION, Fleet  # reads the environment
+        from benchmarks.phases import Phases
+
+        with Clients(clients) as processes:
+            for shape in args.shape:
+                begin = time.perf_counter()
+                fleet = Fleet(settings(args, shape, folder), free_port())
+                print(f"{shape} up: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+                with undisturbed():
+                    asyncio.run(Phases(args, shape, fleet, processes, ends).all())
+                serve.delete(APPLICATION)
+    finally:
+        if args.logs:
+            shutil.copytree(folder / "ray" / "session_latest" / "logs", args.logs)
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

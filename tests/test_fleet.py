@@ -1,0 +1,155 @@
+"""What the several-GPU benchmark stands on: engines without a device, a tokenizer, clients, steering."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.request_router import PendingRequest
+
+from benchmarks.fleet import CONTROL, SteeredRouter, Steering
+from benchmarks.latency import window
+from benchmarks.paced import PACES, Pace, PacedEngine
+from benchmarks.targets import Chats, Clients, EngineTarget, Seen, keep, now
+from benchmarks.workloads import save_config, save_tokenizer
+from deployments.submission import Submission
+from deployments.tape import Address
+from deployments.text import Tokenizer
+from engine.config import EngineConfig
+from engine.plan import scratch_plan
+from engine.request import Request, SamplingParams
+
+FAST = Pace(1e-4, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("tiny")
+    save_tokenizer("tiny", directory)
+    return save_config("tiny", directory, 512)
+
+
+async def started(model: str) -> PacedEngine:
+    engine = PacedEngine(EngineConfig(model=model, num_blocks=200, max_tokens_per_step=256), FAST)
+    await engine.start()
+    return engine
+
+
+async def tokens_of(engine: PacedEngine, name: str, prompt: list[int], generated: list[int]) -> list[int]:
+    sampling = SamplingParams(max_tokens=40, seed=9)
+    found: list[int] = []
+    async for output in engine.generate(Request(name, prompt, sampling, generated)):
+        found += output.tokens
+    return found
+
+
+async def test_a_paced_engine_answers_as_a_real_one_would(model: str) -> None:
+    """Alone, beside others and resumed, the same tokens; the prefix cache works."""
+    engine = await started(model)
+    try:
+        prompt = list(range(1, 100))
+        alone = await tokens_of(engine, "alone", prompt, [])
+        assert len(alone) == 40 and len(set(alone)) > 20 and min(alone) > 0 and max(alone) < 1000
+        beside = await asyncio.gather(*(tokens_of(engine, str(i), prompt, []) for i in range(5)))
+        assert beside == [alone] * 5
+        assert await tokens_of(engine, "resumed", prompt, alone[:17]) == alone[17:]
+        assert engine.stats().cached_tokens >= 5 * 96
+    finally:
+        await engine.stop()
+
+
+def test_a_step_takes_what_was_measured() -> None:
+    def decode(n: int) -> float:
+        return PACES["8b"].seconds(scratch_plan(n, n, 1000, 4))
+
+    assert decode(32) == pytest.approx(5.35e-3, rel=0.01)  # of benchmarks/results/h200.md
+    assert decode(256) == pytest.approx(12.9e-3, rel=0.01)
+    assert PACES["8b"].slowed(3).seconds(scratch_plan(9, 9, 9, 1)) == pytest.approx(3 * decode(9))
+
+
+def test_every_token_of_the_tokenizer_is_seen_in_a_stream(model: str) -> None:
+    tokenizer = Tokenizer(model, 512)
+    pieces = [tokenizer.token_bytes(token) for token in range(256, 1000)]
+    assert all(piece.startswith(b" w") for piece in pieces)
+    assert len(set(pieces)) == len(pieces)
+
+
+async def test_streams_are_kept_busy(model: str) -> None:
+    engine = await started(model)
+    try:
+        begin = now()
+        seen = await keep(EngineTarget(engine), Chats(4, 20, 10, 1000), begin, begin + 0.5)
+        stats = engine.stats()
+    finally:
+        await engine.stop()
+    whole = [one for one in seen if one.complete]
+    assert {one.error for one in seen if not one.complete} <= {"stopped"}
+    assert len(whole) > 8 and {one.output for one in whole} <= set(range(5, 16))
+    assert stats.finished.get("abort", 0) <= 4
+
+
+def test_figures_of_a_window() -> None:
+    def one(times: list[float], tokens: int, error: str | None = None) -> Seen:
+        return Seen("", 5, 4, times[0] - 1, times[0] - 1, times, tokens, 0, times[-1], error)
+
+    seen = [
+        one([1.0, 2.0, 3.0, 4.0], 4),  # two in the window
+        one([2.0, 3.0], 4),  # two tokens each time: four
+        one([2.5, 9.0], 0, "stopped"),  # cut off: as many tokens each time as in the mean of the others, 8/6
+        one([3.9, 3.9, 3.9, 3.9], 0, "cut off: x"),
+    ]
+    found = window(seen, 1.5, 3.5)
+    assert found["output_tokens_per_s"] == pytest.approx((2 + 4 + 8 / 6) / 2)
+    assert found["failed"] == 1 and found["errors"] == ["cut off: x"]
+    assert found["requests"] == 2  # due in the window
+    assert found["itl_ms_p50"] == pytest.approx(1000)
+
+
+def test_clients_share_what_there_is() -> None:
+    chats = Chats(10, 5, 8, 100, seed=2)
+    shares = [chats.share(i, 4) for i in range(4)]
+    assert sum(share.streams for share in shares) == 10
+    assert len({share.seed for share in shares}) == 4
+
+
+async def test_clients_are_processes_that_run_at_once() -> None:
+    with Clients(2) as clients:
+        await clients.start()
+        begin = now() + 0.1
+        seen = await clients.keep("http://127.0.0.1:9", "m", Chats(4, 3, 4, 100), begin, begin + 0.2)
+    assert len(seen) >= 4
+    assert {str(one.error)[:13] for one in seen} == {"no connection"}
+    assert all(begin <= one.due for one in seen)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+async def test_choices_follow_the_file(tokens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONTROL, str(tmp_path / "steering"))
+    names = ["a", "b", "c"]
+    replicas: Any = [
+        types.SimpleNamespace(replica_id=types.SimpleNamespace(unique_id=name)) for name in names
+    ]
+    router: Any = SteeredRouter.__new__(SteeredRouter)
+    router._deployment_id = DeploymentID("engines", f"test-{tokens}")
+    router.initialize_state()
+    router._balancer.set_replicas(names)
+    router._by_name = dict(zip(names, replicas, strict=True))
+
+    async def chosen(request: int, avoid: tuple[str, ...] = ()) -> str:
+        address = Address("r", "h", 1, b"")
+        submission = Submission("m", address, request, 0, [request] * 64, SamplingParams(), avoid=avoid)
+        pending = PendingRequest([submission], {}, None)  # type: ignore[arg-type]
+        ranks = await router.choose_replicas(replicas, pending)
+        return str(ranks[0][0].replica_id.unique_id)
+
+    Steering(replicas=1, tokens=tokens).apply()
+    assert {await chosen(i) for i in range(20)} == {"a"}
+    Steering(replicas=2, tokens=tokens).apply()
+    assert {await chosen(i) for i in range(20, 60)} == {"a", "b"}
+    assert {await chosen(i, ("a",)) for i in range(60, 80)} == {"b"}
+    Steering(tokens=tokens).apply()
+    assert {await chosen(i) for i in range(80, 160)} == {"a", "b", "c"}
