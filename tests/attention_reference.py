@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -176,3 +176,31 @@ def random_step(
         expected=torch.cat(expected),
         cache_after=LayerCache(key_after, value_after),
     )
+
+
+def split_step(step: Step, at: int) -> Step:
+    """The one sequence of `step` as two that share its blocks: one computes its tokens before `at`, and one,
+    in the same step, those from there on, which see the former. It is a decode if that is one token.
+    """
+    [new], [context] = step.batch.query_len.tolist(), step.batch.context_len.tolist()
+    order = torch.arange(new, device=step.query.device)
+    starts, lengths, contexts = [0, at], [at, new - at], [context - new + at, context]
+    decodes = int(new - at == 1)
+    if decodes:  # decodes come first
+        order = order.roll(1)
+        starts, lengths, contexts = [0, 1], [1, at], [context, context - 1]
+
+    def int32(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=step.query.device)
+
+    batch = replace(
+        step.batch,
+        cache_slots=step.batch.cache_slots[order],
+        query_start=int32(starts),
+        query_len=int32(lengths),
+        context_len=int32(contexts),
+        block_tables=step.batch.block_tables.repeat(2, 1),
+        num_decodes=decodes,
+    )
+    tensors = {name: getattr(step, name)[order] for name in ("query", "key", "value", "expected")}
+    return replace(step, batch=batch, **tensors)

@@ -10,7 +10,7 @@ import torch
 
 from engine.attention import LayerCache, PagedAttention, PreparesBatch
 from engine.attention.torch_backend import GROUP_TOKENS, QUERY_TILE, TorchAttention
-from tests.attention_reference import Step, random_step
+from tests.attention_reference import Step, random_step, split_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MIXED = [(1, 1), (16, 1), (33, 1), (100, 1), (40, 40), (70, 30), (17, 17), (5, 2)]
@@ -41,6 +41,13 @@ def check(sequences: list[tuple[int, int]], num_decodes: int, **settings: Any) -
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 50])
 def test_windows_and_soft_caps(device: str, window: int | None, softcap: float | None) -> None:
     check(MIXED, 4, device=device, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("at", [16, 40, 69])
+def test_a_prefix_is_shared_in_the_step_that_computes_it(at: int) -> None:
+    """All keys and values of a step are written before any are read, whatever sequence they belong to."""
+    step = split_step(random_step([(80, 70)], num_decodes=0), at)
+    step.check(run(step), atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

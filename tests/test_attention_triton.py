@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.attention import LayerCache
-from tests.attention_reference import Step, random_step
+from tests.attention_reference import Step, random_step, split_step
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, which conftest sets where there is no GPU
@@ -190,6 +190,12 @@ def test_a_cache_that_is_a_view() -> None:
     both = torch.stack((step.cache.key, step.cache.value), dim=1)
     assert not both[:, 0].is_contiguous()
     check(replace(step, cache=LayerCache(both[:, 0], both[:, 1])))
+
+
+@pytest.mark.parametrize("at", [16, 40, 69])
+def test_a_prefix_is_shared_in_the_step_that_computes_it(at: int) -> None:
+    """All keys and values of a step are written before any are read, whatever sequence they belong to."""
+    check(split_step(random_step([(80, 70)], num_decodes=0, device=DEVICE), at))
 
 
 def test_bad_input_is_refused() -> None:

@@ -375,6 +375,73 @@ def test_queue_is_bounded_and_ids_are_unique() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_answers_to_one_prompt_share_it_in_the_step_that_computes_it(architecture: str) -> None:
+    """Equal ones, and two that part after the first block."""
+    texts = reference_texts(architecture, LENGTHS, NEW)
+    prompt, wanted = texts[2]
+
+    async def test() -> None:
+        async with running(config(architecture)) as engine:
+            other = [*prompt[:10], *texts[1][0]]
+            alone = await tokens_of(engine, request("alone", other))
+        async with running(config(architecture, max_tokens_per_step=128)) as engine:
+            asked = [request(f"{i}", prompt) for i in range(5)]
+            outputs = await asyncio.gather(
+                *(tokens_of(engine, each) for each in asked), tokens_of(engine, request("other", other))
+            )
+            assert outputs == [wanted] * 5 + [alone]
+            stats = engine.stats()
+            assert stats.cached_tokens == 4 * ((len(prompt) - 1) // 8 * 8) + 8
+            assert stats.prompt_tokens + stats.cached_tokens == 5 * len(prompt) + len(other)
+
+    run(test())
+
+
+def test_prompt_tokens_that_wait_are_bounded() -> None:
+    async def test() -> None:
+        async with running(config(max_waiting_tokens=60)) as engine:
+            ended: list[str] = []
+
+            def sink(output: Output) -> None:
+                if output.finish_reason is not None:
+                    ended.append(output.request.id)
+
+            engine.submit(request("0", [1] * 50, 2), sink)  # nothing is known of the rate yet
+            with pytest.raises(QueueFull, match="50 prompt tokens wait") as refused:
+                engine.submit(request("1", [1] * 20, 2), sink)
+            assert refused.value.retry_after == 1
+            engine.submit(request("2", [1] * 20, 2), sink, promised=True)
+            await settled(engine, lambda: len(ended) == 2)
+            engine.submit(request("3", [1] * 80, 2), sink)  # alone, it may have more
+            await settled(engine, lambda: len(ended) == 3)
+
+    run(test())
+
+
+def test_time_ends_requests_that_wait_and_that_run() -> None:
+    async def test() -> None:
+        async with running(config(max_running_requests=1, context_length=None, num_blocks=2000)) as engine:
+            running_one = request("running", [1, 2], None)
+            running_one.timeout = 1.0
+            waiting = request("waiting", [1, 2], 1)
+            waiting.queue_timeout = 0.1
+            found: dict[str, Output] = {}
+
+            async def last(asked: Request) -> None:
+                async for output in engine.generate(asked):
+                    found[asked.id] = output
+
+            await asyncio.gather(last(running_one), last(waiting))
+            for each, field in ((running_one, "timeout"), (waiting, "queue_timeout")):
+                assert each.finish_reason is FinishReason.TIMEOUT
+                assert field in (found[each.id].error or "")
+            assert (running_one.num_output > 0, waiting.num_output) == (True, 0)
+            assert engine.stats().blocks_owned == 0
+
+    run(test())
+
+
 def test_an_idle_engine_uses_no_cpu() -> None:
     """transformers#45063, lmdeploy: no polling. Measured in CPU time, which other processes don't change."""
 

@@ -96,6 +96,7 @@ def test_random_traces(bench: Bench, trace: list[Request | int | float | str]) -
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @settings(max_examples=10_000, deadline=None)
 @given(benches, events)
 def test_random_traces_nightly(bench: Bench, trace: list[Request | int | float | str]) -> None:
@@ -428,6 +429,19 @@ def test_a_prompt_under_way_waits_for_a_more_urgent_one_and_keeps_what_it_has() 
     bench.expect_reference()
     assert list(bench.ended) == [urgent, long]
     assert long.admissions == 1
+
+
+def test_an_urgent_request_takes_the_row_of_a_prompt_under_way() -> None:
+    bench = Bench(max_running=1, max_tokens=8)
+    long = bench.add(make([1] * 40, 2, priority=3))
+    bench.step()
+    urgent = bench.add(make([2] * 3, 2))
+    plan = bench.scheduler.schedule()
+    assert plan is not None and plan.sequences["query_len"].tolist() == [3], "the rest is for nobody"
+    bench.device.launch(plan)
+    bench.run()
+    bench.expect_reference()
+    assert list(bench.ended) == [urgent, long]
 
 
 def test_equal_priority_takes_nothing() -> None:

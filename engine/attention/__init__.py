@@ -1,6 +1,7 @@
 """Paged attention: the interface that every backend fulfils.
 
-A backend writes this step's keys and values into the cache, then attends over it. Every path is
+A backend writes this step's keys and values into the cache, those of all its sequences, and then attends
+over it: a sequence may share blocks that another one computes in the same step. Every path is
 causal: token at position p sees positions 0..p of its own sequence, or the last `window` of them.
 """
 
