@@ -206,12 +206,13 @@ class Scenario:
     run: Callable[[Traffic], Awaitable[list[dict[str, Any]]]]
     max_tokens_per_step: int
     """Prompt chunks of a step are what is left of this beside the decoding requests."""
+    max_running: int = 256
     small_cache: bool = False
     max_waiting: int = 4096
 
 
 SCENARIOS = {
-    "long-beside-chats": Scenario(long_beside_chats, 192),
+    "long-beside-chats": Scenario(long_beside_chats, 192, max_running=96),
     "shared-prefix": Scenario(shared_prefix, 8192),
     "overload": Scenario(overload, 1024, small_cache=True, max_waiting=128),
     "mixed": Scenario(mixed, 1024),

@@ -43,9 +43,10 @@ def engine_config(
         load_format="random",
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         overlap=overlap,
-        max_running_requests=min(args.max_running_requests, tokens),
+        max_running_requests=min(args.max_running_requests or scenario.max_running, tokens),
         max_waiting_requests=scenario.max_waiting,
         max_tokens_per_step=tokens,
+        inter_token_target_ms=args.inter_token_target_ms,
         block_size=BLOCK_SIZE,
         num_blocks=sizes.small_cache // BLOCK_SIZE + 1 if scenario.small_cache else None,
         compile=not args.no_compile,
@@ -74,7 +75,8 @@ async def on_engine(
     common = {
         "target": "engine",
         "overlap": config.overlap,
-        "max_tokens_per_step": config.max_tokens_per_step,
+        "max_tokens_per_step": engine._scheduler.max_tokens_per_step,
+        "inter_token_target_ms": config.inter_token_target_ms,
         "num_blocks": after.blocks_free + after.blocks_cached + after.blocks_owned,
         "preemptions": after.preemptions - before.preemptions,
         "steps": after.steps - before.steps,
@@ -111,7 +113,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         default=[0],
         help="each in turn; the scenario's by default",
     )
-    parser.add_argument("--max-running-requests", type=int, default=256)
+    parser.add_argument(
+        "--inter-token-target-ms", type=float, help="the engine finds its tokens per step, up to those above"
+    )
+    parser.add_argument("--max-running-requests", type=int, help="the scenario's by default")
     parser.add_argument(
         "--process", choices=PROCESSES, default="gamma", help="arrivals of mixed and overload"
     )

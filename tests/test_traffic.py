@@ -192,7 +192,14 @@ async def test_scenarios_on_a_tiny_model(name: str, model: str, tmp_path: Path) 
         cold_requests=3,
         cold_rate=20,
     )
-    args = argparse.Namespace(process="poisson", rate=None, seed=0, no_compile=False, max_running_requests=8)
+    args = argparse.Namespace(
+        process="poisson",
+        rate=None,
+        seed=0,
+        no_compile=False,
+        max_running_requests=8,
+        inter_token_target_ms=None,
+    )
     config = traffic.engine_config(model, scenario, sizes, True, scenario.max_tokens_per_step, args)
     lines = await traffic.on_engine(scenario, sizes, config, args)
     lines = [{"scenario": name, "shape": "tiny", "version": "", "date": ""} | line for line in lines]
