@@ -44,12 +44,16 @@ class Router:
         context_length: int | None = None,
     ) -> None:
         keys = read_keys(Path(api_keys)) if api_keys else None
+        self._model = model
         self._engines = engines
         self._balancer = balancer_of(engines.deployment_id)
-        dispatcher = Dispatcher(self._submit, model, self._balancer.observe)
+        self._moving: asyncio.Task[None] | None = None
+        loop = asyncio.get_running_loop()
+        self._balancer.on_replicas(lambda names: loop.call_soon_threadsafe(self._move, names))
+        dispatcher = self._dispatcher = Dispatcher(self._submit, model, self._balancer.observe)
         await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         # In an upgrade it may be an old engine that answers: what is set goes first.
-        found = await self._context_length(model)
+        found = await self._context_length()
         path = await asyncio.to_thread(demo_model.resolve, model)
         tokenizer = await asyncio.to_thread(Tokenizer, path, context_length or found, trust_remote_code)
         self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences)
@@ -57,10 +61,14 @@ class Router:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()
 
-    async def _context_length(self, model: str) -> int:
-        """Of an engine that serves `model`, once there is one."""
+    async def drain(self, grace: float) -> None:
+        """Take no more requests; return when all are answered, or told to come back after `grace` seconds."""
+        await self._dispatcher.drain(grace)
+
+    async def _context_length(self) -> int:
+        """Of an engine that serves our model, once there is one."""
         while True:
-            found: int | None = await self._engines.context_length.remote(model)
+            found: int | None = await self._engines.context_length.remote(self._model)
             if found is not None:
                 return found
             await asyncio.sleep(1)  # an upgrade to another model, whose first engine is not up yet
@@ -86,6 +94,23 @@ class Router:
             return Refusal("failed", "the server failed to answer")
         finally:
             self._balancer.finished(key_of(submission))
+
+    def _move(self, replicas: frozenset[str]) -> None:
+        """Ray Serve routes to these replicas, and may be about to stop others."""
+        if self._moving is not None:
+            self._moving.cancel()
+        self._moving = asyncio.create_task(self._move_to(replicas))
+
+    async def _move_to(self, replicas: frozenset[str]) -> None:
+        # Where none of them can go on with it, a request had better finish where it is.
+        try:
+            asked = self._engines.broadcast("context_length", self._model)
+            found = await asked.results_async(timeout_s=ANSWER_TIMEOUT, return_exceptions=True)
+        except Exception as error:  # there are none, or none that answers
+            logger.info("requests stay where they are: %s", error)
+            return
+        if any(isinstance(each, int) for each in found):
+            self._dispatcher.keep(replicas)
 
     async def _check_engines(self) -> None:
         try:
