@@ -50,6 +50,11 @@ def rate(series: Series, *by: str, scope: str = REPLICA, matchers: tuple[str, ..
     return f"sum{_by(by)} (rate({select(series, *matchers, scope=scope)}[{WINDOW}]))"
 
 
+def share(part: str, whole: str) -> str:
+    """Of two rates with the same labels. A counter that never counted does not exist, which means none."""
+    return f"({part} or 0 * {whole}) / {whole}"
+
+
 def quantile(q: float, series: Series, *by: str, scope: str = REPLICA) -> str:
     """The q-quantile of a histogram. NaN while nothing is observed, which Grafana draws as a gap."""
     buckets = select(series, scope=scope, part="_bucket")

@@ -15,6 +15,7 @@ from dashboards.promql import (
     quantile,
     rate,
     select,
+    share,
     total,
 )
 from engine import metrics as m
@@ -115,7 +116,7 @@ def _overlap() -> list[Panel]:
         graph(
             "Device waits between steps, of the time with work",
             "percentunit",
-            (f"{gap} / ({active} + {gap})", "{{replica}}"),
+            (share(gap, f"({active} + ({gap} or 0 * {active}))"), "{{replica}}"),
             help=m.GAP_SECONDS.help,
         ),
         graph(
@@ -136,7 +137,7 @@ def _overlap() -> list[Panel]:
             "Decode tokens carried over on the device",
             "percentunit",
             (
-                f"{rate(m.CARRIED_TOKENS, *PER_REPLICA)} / {rate(m.DECODE_TOKENS, *PER_REPLICA)}",
+                share(rate(m.CARRIED_TOKENS, *PER_REPLICA), rate(m.DECODE_TOKENS, *PER_REPLICA)),
                 "{{replica}}",
             ),
             help=m.CARRIED_TOKENS.help,
@@ -146,7 +147,10 @@ def _overlap() -> list[Panel]:
         graph(
             "Tokens computed in vain",
             "percentunit",
-            (f"{rate(m.WASTED_TOKENS, *PER_REPLICA)} / {rate(m.OUTPUT_TOKENS, *PER_REPLICA)}", "{{replica}}"),
+            (
+                share(rate(m.WASTED_TOKENS, *PER_REPLICA), rate(m.OUTPUT_TOKENS, *PER_REPLICA)),
+                "{{replica}}",
+            ),
             help=f"{m.WASTED_TOKENS.help}; over tokens generated",
             width=12,
         ),
@@ -245,7 +249,7 @@ def _cache() -> list[Panel]:
         graph(
             "Prompt tokens found in the prefix cache",
             "percentunit",
-            (f"{hits} / ({hits} + {computed})", "{{replica}}"),
+            (share(hits, f"({computed} + ({hits} or 0 * {computed}))"), "{{replica}}"),
             help=m.PREFIX_HIT_TOKENS.help,
             top=1,
         ),

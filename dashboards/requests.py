@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from dashboards.panels import Panel, board, distribution, graph, number
-from dashboards.promql import APPLICATION, HTTP_LATENCY_MS, HTTP_REQUESTS, WINDOW, quantile, rate, select
+from dashboards.promql import (
+    APPLICATION,
+    HTTP_LATENCY_MS,
+    HTTP_REQUESTS,
+    WINDOW,
+    quantile,
+    rate,
+    select,
+    share,
+)
 from dashboards.slo import TTFT_SECONDS
 from engine import metrics as m
 from engine.metrics import Metric
@@ -34,8 +43,7 @@ def _now() -> list[Panel]:
         number(
             "Errors of the server",
             "percentunit",
-            # Of a status that never came there is no series: that is none, not unknown.
-            (f"({errors} or {every} * 0) / {every}", "errors"),
+            (share(errors, every), "errors"),
             help="Answers with status 5xx over all answers",
             steps=((None, "green"), (0.01, "red")),
         ),

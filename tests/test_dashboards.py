@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import dashboard as models
 
 from dashboards import promql, slo
-from dashboards.__main__ import main
+from dashboards.__main__ import app, main
 from dashboards.alerts import ALERTS
 from dashboards.export import DASHBOARDS
 from dashboards.promql import share_within
@@ -151,3 +152,20 @@ def test_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(files[f"stepahead-{name}.json"]) < 200_000
     rules = yaml.safe_load(files["alerts.yml"])["groups"][0]["rules"]
     assert [rule["alert"] for rule in rules] == [alert.name for alert in ALERTS]
+
+
+def test_the_guide_names_what_is_there() -> None:
+    """Links lead to files, each alert is listed, and options of `python -m dashboards` exist."""
+    guide = Path(__file__).parents[1] / "docs" / "monitoring.md"
+    text = guide.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (guide.parent / link).exists()] == []
+    listed = re.findall(r"^\| `(Stepahead\w+)` \| .* \| (.*) \| (\w+) \|$", text, re.M)
+    lasting = {"0m": "at once"}
+    assert listed == [(a.name, lasting.get(a.lasting, a.lasting), a.severity) for a in ALERTS]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    used = re.findall(r"python -m dashboards ([\w-]+)((?:[^\n`]|\\\n)*)", text.replace("\\\n", " "))
+    assert {name for name, _ in used} == {"apply", "export"}
+    for name, arguments in used:
+        options = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[\w-]+", arguments)) <= options, name
