@@ -467,6 +467,21 @@ def test_nobody_loses_blocks_where_that_would_not_help() -> None:
     assert (first.admissions, small.admissions) == (1, 1)
 
 
+def test_a_prompt_under_way_goes_on_while_a_more_urgent_one_finds_no_room() -> None:
+    bench = Bench(num_blocks=21, context_length=60, max_running=4, max_tokens=4, prefix_caching=False)
+    bench.add(make([1] * 50, 10, ignore_eos=True))
+    for _ in range(14):
+        bench.step()
+    slow = bench.add(make([2] * 12, 6, ignore_eos=True, priority=9))
+    bench.step()
+    bench.add(make([3] * 30, 1, priority=4))
+    computed = bench.scheduler.rows.scheduled[slow.row]
+    bench.step()
+    assert bench.scheduler.rows.scheduled[slow.row] == computed + 3
+    bench.run()
+    bench.expect_reference()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_cache_of_a_few_blocks_and_a_stream_of_urgent_requests_end(depth: int) -> None:
     """No livelock: whoever preempts is more urgent or older, so there is always one that gets on."""
