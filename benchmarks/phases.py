@@ -22,6 +22,7 @@ from benchmarks.fleet import CpuClock, Fleet, Steering, processes
 from benchmarks.latency import quantiles, summary, window
 from benchmarks.targets import Chats, Clients, Seen, now
 from benchmarks.workloads import SHAPES
+from engine.engine import EngineStats
 
 RAMP = 2.0
 """Seconds of load before a measurement begins."""
@@ -74,15 +75,17 @@ class Phases:
         begin = now()
         try:
             await asyncio.wait_for(run(), min(4 * seconds + 30, self.ends - begin))
-            await self.idle()
+            await asyncio.wait_for(self.idle(), 15)
         except Exception as error:
             self.write(name, error=repr(error)[:500])
         print(f"{self.shape} {name}: {now() - begin:.1f} s", file=sys.stderr, flush=True)
 
     async def idle(self) -> None:
-        """Return when no replica computes anything."""
+        """Return when no replica that lives computes anything."""
         while True:
-            stats = await asyncio.to_thread(self.fleet.engines.broadcast("stats").results)
+            results = self.fleet.engines.broadcast("stats").results
+            found = await asyncio.to_thread(results, return_exceptions=True)
+            stats = [each for each in found if isinstance(each, EngineStats)]
             if not any(each.running or each.waiting for each in stats):
                 return
             await asyncio.sleep(0.1)
@@ -224,7 +227,7 @@ class Phases:
             "stall_ms_max": max(stalls, default=0.0) * 1e3,
             "noticed_s": None if noticed is None else noticed - died,
         }
-        back = await self.until(lambda: self.fleet.running() >= replicas, self.ends - now() - 5)
+        back = await self.until(lambda: self.fleet.running() >= replicas, min(90.0, self.ends - now() - 5))
         self.write("kill", **figures, recovery_s=None if back is None else back - died)
 
     async def until(self, true: Callable[[], bool], seconds: float) -> float | None:

@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # virtual machines that grow as they are used look full
+    "RAY_metrics_report_interval_ms": "2000",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # Routers end when all has been measured
     "HF_HUB_OFFLINE": "1",
 }
@@ -69,10 +70,14 @@ def free_port() -> int:
 
 
 def gpus() -> tuple[int, str]:
-    import torch
+    import pynvml  # torch would take memory on a GPU
 
-    n = torch.cuda.device_count()
-    return n, f"{n} x {torch.cuda.get_device_name()}" if n else "CPUs"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0, ""
+    n = pynvml.nvmlDeviceGetCount()
+    return n, f"{n} x {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))}"
 
 
 def main() -> None:
@@ -103,7 +108,7 @@ def main() -> None:
     ends = now() + args.limit
     found, args.device = gpus() if args.paced is None else (0, "CPUs")
     if args.paced is None and not found:
-        parser.error("torch sees no GPU; --paced N needs none")
+        parser.error("there is no GPU; --paced N needs none")
     args.replicas = sorted(set(args.replicas or [1, max(found, 1)]))
     most = args.replicas[-1]
     args.routers = args.routers or 4 * most
@@ -138,7 +143,11 @@ def main() -> None:
         with Clients(clients) as processes:
             for shape in args.shape:
                 begin = time.perf_counter()
-                fleet = Fleet(settings(args, shape, folder), free_port())
+                try:
+                    fleet = Fleet(settings(args, shape, folder), free_port())
+                except Exception as error:
+                    print(f"{shape} did not start: {error!r}", file=sys.stderr, flush=True)
+                    continue
                 print(f"{shape} up: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
                 with undisturbed():
                     asyncio.run(Phases(args, shape, fleet, processes, ends).all())
