@@ -67,7 +67,9 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
         )
         warm_up(runner)
         context = max_blocks * config.block_size
-        largest = _peak_bytes(runner, scratch_plan(config.max_tokens_per_step, s, context, max_blocks))
+        largest = _peak_bytes(
+            runner, scratch_plan(config.max_tokens_per_step, s, context, max_blocks, penalised=True)
+        )
         captured = _peak_bytes(runner, scratch_plan(s, s, context, max_blocks)) if config.cuda_graphs else 0
         del runner
         torch.cuda.empty_cache()
@@ -88,8 +90,9 @@ def warm_up(runner: Runner) -> None:
     Its sizes all differ, so that a compiler for symbolic sizes takes none for another.
     """
     tokens, sequences = min(11, runner.max_tokens), min(7, runner.max_sequences)
-    runner.launch(scratch_plan(tokens, sequences, 3, runner.max_blocks))
+    runner.launch(scratch_plan(tokens, sequences, 3, runner.max_blocks, penalised=True))
     runner.collect()
+    runner.penalties.release()
 
 
 def _peak_bytes(runner: Runner, plan: StepPlan) -> int:

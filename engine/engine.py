@@ -143,7 +143,9 @@ class AsyncEngine:
         if self._closed or not self.healthy or not self._started:
             raise EngineUnavailable(self.failure or "the engine is not accepting requests")
         self._scheduler.check_request(request)
-        for name, tokens in (("prompt", request.prompt), ("generated", request.generated)):
+        biased = [token for token, _ in request.sampling.logit_bias]
+        named = (("prompt", request.prompt), ("generated", request.generated), ("logit_bias", biased))
+        for name, tokens in named:
             ids = np.asarray(tokens or [0])
             if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise RequestError(f"{name} has other things than token ids 0..{self.vocab_size - 1}", name)

@@ -37,11 +37,25 @@ SEQUENCE = np.dtype(
         ("top_k", np.int32),
         ("top_p", np.float32),
         ("min_p", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("repetition_penalty", np.float32),
     ]
 )
 
 SCRATCH_ROW = 0
 SCRATCH_BLOCK = 0
+
+
+class History(NamedTuple):
+    """What a request with penalties or biases brings to its row, wherever its tokens were computed."""
+
+    row: int
+    prompt: npt.NDArray[np.int32]
+    generated: npt.NDArray[np.int32]
+    bias_ids: npt.NDArray[np.int32]
+    """Different tokens, at most `engine.request.MAX_BIASES`."""
+    biases: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +77,10 @@ class StepPlan:
     """No sequence draws noise."""
     filtered: bool
     """Some sequence uses top_k, top_p or min_p."""
+    penalised: bool = False
+    """Some sequence that samples has penalties or biases."""
+    histories: tuple[History, ...] = ()
+    """Rows whose counts and biases begin anew before this step samples."""
 
 
 class StepTiming(NamedTuple):
@@ -89,8 +107,10 @@ class StepResult:
     timing: StepTiming | None = None
 
 
-def scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int) -> StepPlan:
-    """A step for warming up and measuring: all in the scratch row and block, with the full sampler.
+def scratch_plan(
+    num_tokens: int, sequences: int, context: int, max_blocks: int, *, penalised: bool = False
+) -> StepPlan:
+    """A step for warming up and measuring: all in the scratch row and block, with every filter.
 
     It has `num_tokens` tokens, or as many as `sequences` of at most `context` tokens hold.
     """
@@ -106,7 +126,7 @@ def scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int)
     seqs = np.zeros(sequences, SEQUENCE)
     seqs["query_start"] = starts
     seqs["query_len"] = seqs["context_len"] = lengths
-    seqs["temperature"] = seqs["top_p"] = 1
+    seqs["temperature"] = seqs["top_p"] = seqs["repetition_penalty"] = 1
     return StepPlan(
         step=0,
         tokens=tokens,
@@ -116,4 +136,5 @@ def scratch_plan(num_tokens: int, sequences: int, context: int, max_blocks: int)
         max_query_len=int(lengths.max()),
         greedy=False,
         filtered=True,
+        penalised=penalised,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.plan import SCRATCH_ROW, SEQUENCE, TOKEN, StepPlan
+from engine.plan import SCRATCH_ROW, SEQUENCE, TOKEN, History, StepPlan
+from engine.request import Request
 from engine.rows import Int32s, Rows
 
 
@@ -46,6 +47,9 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
     sequences["top_k"] = r.top_k[rows]
     sequences["top_p"] = r.top_p[rows]
     sequences["min_p"] = r.min_p[rows]
+    sequences["presence_penalty"] = r.presence_penalty[rows]
+    sequences["frequency_penalty"] = r.frequency_penalty[rows]
+    sequences["repetition_penalty"] = r.repetition_penalty[rows]
     noisy = sequences["temperature"] > 0
     filtered = (sequences["top_k"] > 0) | (sequences["top_p"] < 1) | (sequences["min_p"] > 0)
     return StepPlan(
@@ -57,4 +61,18 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         max_query_len=int(lengths.max()),
         greedy=not noisy.any(),
         filtered=bool((noisy & filtered).any()),
+        penalised=bool((r.penalised[rows] & samples).any()),
+        histories=tuple(_history(r.requests[row]) for row in rows[r.uncounted[rows]].tolist()),
+    )
+
+
+def _history(request: Request) -> History:
+    ids, biases = zip(*request.sampling.logit_bias, strict=True) if request.sampling.logit_bias else ((), ())
+    n = request.num_prompt
+    return History(
+        row=request.row,
+        prompt=request.tokens[:n],
+        generated=request.tokens[n : request.num_tokens],
+        bias_ids=np.array(ids, np.int32),
+        biases=np.array(biases, np.float32),
     )

@@ -14,6 +14,9 @@ from engine.account import Account
 
 _arrivals = count()
 
+MAX_BIASES = 300
+"""Tokens that one request may have a `logit_bias` for, as in OpenAI's API."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served. `field` names what is wrong with it, as in the HTTP API."""
@@ -78,6 +81,20 @@ class SamplingParams:
     """Sampling one of these ends the request. The model's own end tokens belong here too."""
     ignore_eos: bool = False
     """Do not stop at any of `stop_token_ids`."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of a token that was generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it was generated."""
+    repetition_penalty: float = 1.0
+    """Divides a logit above 0 of a token of prompt or output, multiplies one below."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each token once."""
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits are to be changed before the token is chosen."""
+        neutral = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
+        return bool(self.logit_bias) or not neutral
 
     def __post_init__(self) -> None:
         def check(good: bool, name: str, wanted: str) -> None:
@@ -94,6 +111,17 @@ class SamplingParams:
         check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(-2 <= getattr(self, name) <= 2, name, "between -2 and 2")
+        check(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100")
+        biased = {token for token, _ in self.logit_bias}
+        check(
+            len(biased) == len(self.logit_bias) <= MAX_BIASES
+            and all(isinstance(token, int) and token >= 0 for token in biased)
+            and all(-100 <= bias <= 100 for _, bias in self.logit_bias),
+            "logit_bias",
+            f"at most {MAX_BIASES} different token ids with values between -100 and 100",
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -45,6 +45,13 @@ class Rows:
         self.top_k = np.zeros(n, np.int32)
         self.top_p = np.ones(n, np.float32)
         self.min_p = np.zeros(n, np.float32)
+        self.presence_penalty = np.zeros(n, np.float32)
+        self.frequency_penalty = np.zeros(n, np.float32)
+        self.repetition_penalty = np.ones(n, np.float32)
+        self.penalised = np.zeros(n, np.bool_)
+        """Whether it has penalties or biases."""
+        self.uncounted = np.zeros(n, np.bool_)
+        """Whether it has them, and no step has brought the device its tokens."""
         self._free = list(range(n - 1, SCRATCH_ROW, -1))
 
     @property
@@ -76,6 +83,10 @@ class Rows:
         self.top_k[row] = sampling.top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.penalised[row] = self.uncounted[row] = sampling.penalised
         request.row = row
         return row
 

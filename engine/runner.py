@@ -22,6 +22,7 @@ import torch
 from engine.attention import LayerCache, PagedBatch
 from engine.graphs import Graphs, bucket_for
 from engine.lanes import CudaLane, Lanes
+from engine.penalties import Penalties, PenaltyTensors
 from engine.plan import StepPlan, StepResult
 from engine.sampler import SamplingTensors, sample
 from engine.slots import Slot
@@ -54,6 +55,7 @@ class Shape:
     num_blocks: int
     greedy: bool
     filtered: bool
+    penalised: bool = False
 
     @property
     def sampling(self) -> str:
@@ -90,6 +92,7 @@ class Runner:
         self.max_blocks = max_blocks
         self.slots = [Slot(max_tokens, max_sequences, max_blocks, device, lanes) for _ in range(depth)]
         self.last_token = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
+        self.penalties = Penalties(max_sequences + 1, model.vocab_size, device)
         self._block_size = caches[0].key.shape[1]
         self._free = deque(self.slots)
         self._clock = StepClock(lanes, depth)
@@ -97,6 +100,7 @@ class Runner:
         self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
         self._graphs: Graphs | None = None
         self._buckets: list[int] = []
+        self._logits = torch.empty(0)  # of captured steps
 
     # The two calls of the loop
 
@@ -113,6 +117,8 @@ class Runner:
 
         lanes.compute.wait(slot.h2d_done)
         lanes.compute.record(marks.begin)
+        if slot.histories:
+            lanes.compute.run(partial(self.penalties.begin, slot.histories))
         lanes.compute.run(compute)
         lanes.compute.record(marks.end)
         lanes.compute.record(slot.compute_done)
@@ -151,11 +157,12 @@ class Runner:
             num_blocks=min(max(plan.block_tables.shape[1], self.min_sequences), self.max_blocks),
             greedy=plan.greedy,
             filtered=plan.filtered,
+            penalised=plan.penalised,
         )
         if self._graphs is not None and len(plan.tokens) == plan.num_decodes:
             bucket = bucket_for(shape.num_sequences, self._buckets)
             if bucket is not None:
-                shape = self._decode_shape(bucket, shape.greedy, shape.filtered)
+                shape = self._decode_shape(bucket, shape.greedy, shape.filtered, shape.penalised)
                 return shape, partial(self._replay, slot, shape)
         return shape, partial(self._compute, slot, shape)
 
@@ -188,6 +195,15 @@ class Runner:
     def _sample(self, slot: Slot, shape: Shape, logits: torch.Tensor) -> None:
         """Sampled tokens to the slot's output and, for the carry-over, to their rows."""
         s = shape.num_sequences
+        row = slot.sequence("row", s)
+        if shape.penalised:
+            penalties = PenaltyTensors(
+                row=row,
+                presence=slot.sequence("presence_penalty", s),
+                frequency=slot.sequence("frequency_penalty", s),
+                repetition=slot.sequence("repetition_penalty", s),
+            )
+            logits = self.penalties.apply(logits, penalties)
         params = SamplingTensors(
             temperature=slot.sequence("temperature", s),
             top_k=slot.sequence("top_k", s),
@@ -198,13 +214,15 @@ class Runner:
             position=slot.sequence("sample_position", s),
         )
         tokens = sample(logits, params, greedy=shape.greedy, filtered=shape.filtered)
+        if shape.penalised:
+            self.penalties.count(row, tokens)
         slot.sampled[:s] = tokens
-        self.last_token.index_copy_(0, slot.sequence("row", s).long(), tokens)
+        self.last_token.index_copy_(0, row.long(), tokens)
 
     # Captured steps
 
-    def _decode_shape(self, bucket: int, greedy: bool, filtered: bool) -> Shape:
-        return Shape(bucket, bucket, bucket, 1, self.max_blocks, greedy, filtered)
+    def _decode_shape(self, bucket: int, greedy: bool, filtered: bool, penalised: bool = False) -> Shape:
+        return Shape(bucket, bucket, bucket, 1, self.max_blocks, greedy, filtered, penalised)
 
     def capture(self, sizes: Iterable[int], progress: Callable[[str], None] = lambda _: None) -> None:
         """Capture decode steps of these sizes on a GPU: forward and sampling apart, for every slot."""
@@ -227,7 +245,7 @@ class Runner:
                 for i, slot in enumerate(self.slots):
                     slot.make_scratch(bucket)
                     self._capture_step(graphs, i, bucket, logits[:bucket])
-        self._graphs, self._buckets = graphs, sizes
+        self._graphs, self._buckets, self._logits = graphs, sizes, logits
 
     def _capture_step(self, graphs: Graphs, i: int, bucket: int, logits: torch.Tensor) -> None:
         slot = self.slots[i]
@@ -244,4 +262,8 @@ class Runner:
         assert self._graphs is not None
         i = self.slots.index(slot)
         self._graphs.replay((i, shape.num_sequences, "forward"))
-        self._graphs.replay((i, shape.num_sequences, shape.sampling))
+        if shape.penalised:  # not captured, since the counts have no memory before they are used
+            with torch.inference_mode():
+                self._sample(slot, shape, self._logits[: shape.num_sequences])
+        else:
+            self._graphs.replay((i, shape.num_sequences, shape.sampling))

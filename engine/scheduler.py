@@ -274,6 +274,7 @@ class Scheduler:
         r, ends, lengths = self.rows, plan.sequences["context_len"], plan.sequences["query_len"]
         samples = plan.sequences["row"] != SCRATCH_ROW
         r.scheduled[rows] = ends
+        r.uncounted[rows] = False
         r.in_flight[rows[samples]] += 1
         self._steps += 1
         self.counters.steps += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.penalties import HistoryTensors
 from engine.plan import SEQUENCE, TOKEN, StepPlan
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Slot:
         self._tables_host, self._tables = pair(max_blocks, max_sequences)
         self._sampled_host, self.sampled = pair(max_sequences)
         self._num_blocks = 0
+        self.histories: list[HistoryTensors] = []
         self.h2d_done: Event = lanes.new_event()
         self.compute_done: Event = lanes.new_event()
         self.d2h_done: Event = lanes.new_event()
@@ -57,6 +59,9 @@ class Slot:
         self._num_blocks = plan.block_tables.shape[1]
         tables = self._tables_host.numpy()
         tables[: self._num_blocks, :s] = plan.block_tables.T
+        self.histories = [
+            HistoryTensors(row, *(self._copied(each) for each in arrays)) for row, *arrays in plan.histories
+        ]
         if num_sequences > s:
             tokens[:, t:num_tokens] = 0
             tokens[_TOKEN_ROW["carry_row"], t:num_tokens] = -1
@@ -65,6 +70,10 @@ class Slot:
             sequences[_SEQUENCE_ROW["query_len"], s:num_sequences] = 1
             sequences[_SEQUENCE_ROW["context_len"], s:num_sequences] = 1
             tables[: self._num_blocks, s:num_sequences] = 0
+
+    def _copied(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array.copy())
+        return tensor.pin_memory() if self._tokens.is_cuda else tensor
 
     def upload(self) -> None:
         """Pinned buffers to device tensors (H2D lane)."""

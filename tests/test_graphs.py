@@ -121,6 +121,39 @@ def test_sampling_is_replayed_as_the_step_needs_it() -> None:
     runner.close()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_penalties_are_taken_after_a_captured_forward(depth: int) -> None:
+    """The toy's favourite token leads by 1; what was said before is 2 behind, so no token comes twice."""
+    lanes, graphs = make_lanes(DEVICE), RunAgain()
+    runner = captured_runner(lanes, graphs, depth)
+    scheduler = Scheduler(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        context_length=32,
+        max_running_requests=ROWS,
+        max_tokens_per_step=MAX_TOKENS,
+    )
+    for i in range(3):
+        scheduler.add(
+            Request(str(i), [1 + i, 2], SamplingParams(max_tokens=12, temperature=0, presence_penalty=2))
+        )
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(3)}
+    while scheduler.has_work or scheduler.num_in_flight:
+        plan = scheduler.schedule()
+        if plan is not None:
+            runner.launch(plan)
+        if scheduler.num_in_flight == depth or plan is None:
+            slot = runner._in_flight[0][0]
+            result = runner.collect()
+            slot.poison()
+            for output in scheduler.commit(result):
+                outputs[output.request.id].extend(output.tokens)
+    runner.close()
+    for tokens in outputs.values():
+        assert len(set(tokens)) == len(tokens) == 12
+    assert {what for name in graphs.replayed if isinstance(name, tuple) for what in name[2:]} == {"forward"}
+
+
 @pytest.mark.parametrize("largest", [1, 2, 3, 5, 32, 33, 100, 256])
 def test_buckets_hold_every_size_and_begin_at_two(largest: int) -> None:
     sizes = buckets(largest)

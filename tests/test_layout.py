@@ -22,6 +22,7 @@ PUBLIC_NAMES = {
     "engine.request": {
         "EngineUnavailable",
         "FinishReason",
+        "MAX_BIASES",
         "Output",
         "QueueFull",
         "Request",
@@ -32,6 +33,7 @@ PUBLIC_NAMES = {
     "engine.plan": {
         "SCRATCH_BLOCK",
         "SCRATCH_ROW",
+        "History",
         "SEQUENCE",
         "TOKEN",
         "StepPlan",
