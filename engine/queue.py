@@ -98,14 +98,12 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
         self._priorities: list[int] = []  # sorted; those of `_classes`
+        self._size = 0  # other threads ask for it, so nothing is iterated over
         self.num_tokens = 0
         """Known tokens of those who wait."""
 
     def __len__(self) -> int:
-        return sum(each.size for each in self._classes.values())
-
-    def __bool__(self) -> bool:
-        return bool(self._priorities)
+        return self._size
 
     def __iter__(self) -> Iterator[Request]:
         """In no order that matters."""
@@ -124,6 +122,7 @@ class WaitingQueue:
             self._classes[request.priority] = _Class()
             insort(self._priorities, request.priority)
         self._classes[request.priority].add(request)
+        self._size += 1
         self.num_tokens += request.num_tokens
 
     def take(self, request: Request) -> None:
@@ -137,6 +136,7 @@ class WaitingQueue:
         """Raises `ValueError` or `KeyError` if it does not wait."""
         each = self._classes[request.priority]
         each.remove(request)
+        self._size -= 1
         self.num_tokens -= request.num_tokens
         if not each.size:
             del self._classes[request.priority]
