@@ -212,7 +212,7 @@ class Scenario:
 
 
 SCENARIOS = {
-    "long-beside-chats": Scenario(long_beside_chats, 192, max_running=96),
+    "long-beside-chats": Scenario(long_beside_chats, 128, max_running=96),
     "shared-prefix": Scenario(shared_prefix, 8192),
     "overload": Scenario(overload, 1024, small_cache=True, max_waiting=128),
     "mixed": Scenario(mixed, 1024),
