@@ -375,7 +375,7 @@ def test_queue_is_bounded_and_ids_are_unique() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral"])
 def test_answers_to_one_prompt_share_it_in_the_step_that_computes_it(architecture: str) -> None:
     """Equal ones, and two that part after the first block."""
     texts = reference_texts(architecture, LENGTHS, NEW)

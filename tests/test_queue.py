@@ -122,7 +122,7 @@ def model_next(waiting: list[Request]) -> set[int]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_it_is_always_the_one_that_the_definition_says(data: st.DataObject) -> None:
     queue, waiting, taken = WaitingQueue(), list[Request](), list[Request]()
@@ -156,7 +156,7 @@ def test_it_is_always_the_one_that_the_definition_says(data: st.DataObject) -> N
 # Fairness of what the scheduler serves
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=2, max_size=4),
     st.sampled_from([1, 2]),
