@@ -7,6 +7,7 @@ is accepted. A name that no API has is refused: it is most likely a misspelt one
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
@@ -22,12 +23,16 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
+from engine.request import MAX_BIASES
+
 MAX_BODY_BYTES = 8 << 20
 """A longer body is refused unread. Parsing this much takes 0.02 s for a text, 0.5 s at the very worst."""
 MAX_CHOICES = 1024
 """Sequences that one HTTP request may ask for: prompts times `n`."""
 MAX_MESSAGES = 2048
 MAX_STOP = 32
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class ApiError(Exception):
@@ -85,6 +90,25 @@ def _only(*neutral: Any) -> AfterValidator:
         )
 
     return AfterValidator(check)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...] | None:
+    """From token ids as text, as JSON has them. One error for all, since a body may have a million."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "it must map token ids to numbers")
+    good = len(value) <= MAX_BIASES and all(
+        _TOKEN_ID.fullmatch(token) and type(bias) in (int, float) and -100 <= bias <= 100
+        for token, bias in value.items()
+    )
+    if not good:
+        raise PydanticCustomError(
+            "invalid_value",
+            "it must map at most {most} token ids to numbers from -100 to 100",
+            {"most": MAX_BIASES},
+        )
+    return tuple((int(token), bias) for token, bias in value.items())
 
 
 class _Wire(BaseModel):
@@ -185,11 +209,15 @@ class GenerationRequest(_Wire):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[Any, AfterValidator(_biases)] = None
     # vLLM's own.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     # Seconds from here to its end, and to its first step. No API has a name for them.
@@ -199,10 +227,6 @@ class GenerationRequest(_Wire):
     user: Annotated[str, Field(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     # Known, not served.
-    frequency_penalty: Annotated[Any, _only(0, 0.0)] = None
-    presence_penalty: Annotated[Any, _only(0, 0.0)] = None
-    repetition_penalty: Annotated[Any, _only(1, 1.0)] = None
-    logit_bias: Annotated[Any, _only({})] = None
     min_tokens: Annotated[Any, _only(0)] = None
     skip_special_tokens: Annotated[Any, _only(True)] = None
     include_stop_str_in_output: Annotated[Any, _only(False)] = None

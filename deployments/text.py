@@ -16,7 +16,8 @@ from engine.request import SamplingParams
 COMPLETION_TOKENS = 16
 """What `max_tokens` of a completion is by default, in OpenAI's API."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
 _BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
@@ -82,6 +83,8 @@ class Tokenizer:
             raise self._too_long(f"{num_prompt} in the prompt and {max_tokens} to generate", field)
         stop_token_ids = tuple(request.stop_token_ids or ())
         self._check_vocabulary(stop_token_ids, "stop_token_ids")
+        logit_bias = request.logit_bias or ()
+        self._check_vocabulary([token for token, _ in logit_bias], "logit_bias")
         seed = secrets.randbits(63) if request.seed is None else request.seed
         given = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
         values: dict[str, Any] = self._defaults | given
@@ -92,6 +95,7 @@ class Tokenizer:
                 seed=(seed + index) % 2**64,
                 stop_token_ids=stop_token_ids,
                 ignore_eos=bool(request.ignore_eos),
+                logit_bias=logit_bias,
                 **values,
             )
             for index in range(request.choices)
@@ -191,7 +195,8 @@ def _sampling_defaults(model: str) -> dict[str, Any]:
         generation = GenerationConfig.from_pretrained(model)
     except OSError:  # a checkpoint need not have one
         return {}
-    if generation.do_sample is False:  # in so many words: the default is None
-        return {"temperature": 0.0}
-    values = {name: getattr(generation, name, None) for name in _SAMPLING}
+    greedy = generation.do_sample is False  # in so many words: the default is None
+    values = {name: getattr(generation, name, None) for name in (_PENALTIES if greedy else _SAMPLING)}
+    if greedy:
+        values["temperature"] = 0.0
     return {name: value for name, value in values.items() if value is not None}

@@ -265,6 +265,10 @@ def test_what_is_given_is_asked_of_the_engine(one: Tokenizer) -> None:
         stop_token_ids=[3, 4],
         ignore_eos=True,
         max_tokens=9,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={"3": -100, "0": 2.5},
     )
     [sampling] = one.sampling(request, 1)
     assert sampling == SamplingParams(
@@ -276,6 +280,10 @@ def test_what_is_given_is_asked_of_the_engine(one: Tokenizer) -> None:
         seed=2**64 - 5,
         stop_token_ids=(3, 4),
         ignore_eos=True,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias=((3, -100), (0, 2.5)),
     )
 
 
@@ -286,6 +294,10 @@ def test_null_and_minus_one_are_defaults(one: Tokenizer) -> None:
 
 def test_stop_tokens_outside_the_vocabulary(one: Tokenizer) -> None:
     assert refusal(one, completion("a", stop_token_ids=[1, 10**6])).param == "stop_token_ids"
+
+
+def test_biases_outside_the_vocabulary(one: Tokenizer) -> None:
+    assert refusal(one, completion("a", logit_bias={"1": 1, "1000000": 1})).param == "logit_bias"
 
 
 def test_answers_have_seeds_of_their_own(one: Tokenizer) -> None:
@@ -299,20 +311,20 @@ def test_answers_have_seeds_of_their_own(one: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("generation", "expected"),
     [
-        ({}, (1.0, 0, 1.0)),
-        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}, (0.7, 20, 0.8)),
-        ({"temperature": 0.7}, (0.7, 0, 1.0)),
-        ({"do_sample": False}, (0.0, 0, 1.0)),
+        ({}, (1.0, 0, 1.0, 1.0)),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}, (0.7, 20, 0.8, 1.0)),
+        ({"temperature": 0.7, "repetition_penalty": 1.05}, (0.7, 0, 1.0, 1.05)),
+        ({"do_sample": False, "top_k": 20, "repetition_penalty": 1.1}, (0.0, 0, 1.0, 1.1)),
     ],
 )
 def test_defaults_are_the_checkpoints(
-    tmp_path: Path, generation: dict[str, Any], expected: tuple[float, int, float]
+    tmp_path: Path, generation: dict[str, Any], expected: tuple[float, int, float, float]
 ) -> None:
     save("byte_level", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     tokenizer = Tokenizer(str(tmp_path))
     [sampling] = tokenizer.sampling(completion("a"), 1)
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.repetition_penalty) == expected
     [sampling] = tokenizer.sampling(completion("a", temperature=0.1, top_k=5, top_p=0.2), 1)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.1, 5, 0.2)
 
