@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,16 +62,20 @@ def test_prefixes_are_shared_by_as_many_as_wanted() -> None:
 
 
 @asynccontextmanager
-async def server(answer: bytes, piece: int) -> AsyncIterator[tuple[str, asyncio.Queue[bytes]]]:
-    """Answers every request with these bytes, so many at a time, and closes."""
+async def server(
+    answer: bytes | Callable[[int], bytes], piece: int
+) -> AsyncIterator[tuple[str, asyncio.Queue[bytes]]]:
+    """Answers every request with these bytes, or those for its max_tokens, so many at a time, and closes."""
     bodies: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        bodies.put_nowait(await reader.readexactly(length))
-        for at in range(0, len(answer), piece):
-            writer.write(answer[at : at + piece])
+        body = await reader.readexactly(length)
+        bodies.put_nowait(body)
+        data = answer if isinstance(answer, bytes) else answer(json.loads(body)["max_tokens"])
+        for at in range(0, len(data), piece):
+            writer.write(data[at : at + piece])
             await asyncio.sleep(0)
         writer.close()
 
@@ -82,11 +86,11 @@ async def server(answer: bytes, piece: int) -> AsyncIterator[tuple[str, asyncio.
         listening.close()
 
 
-def stream() -> bytes:
-    """What a Router writes for an answer of three tokens, in chunks that cut events anywhere."""
+def stream(tokens: int = 3) -> bytes:
+    """What a Router writes for an answer of so many tokens, in chunks that cut events anywhere."""
     answer = StreamedAnswer("m", chat=False, include_usage=True, choices=1)
-    body = b"".join(answer.delta(0, text) for text in (" a", "\n\n", "ü"))
-    body += answer.finish(0, "length") + answer.usage(Usage(5, 3, 4)) + DONE
+    body = b"".join(answer.delta(0, (" a", "\n\n", "ü")[i % 3]) for i in range(tokens))
+    body += answer.finish(0, "length") + answer.usage(Usage(5, tokens, 4)) + DONE
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     sizes = [1, 2, 50, 400, len(body)]
     chunks, at = b"", 0
@@ -216,6 +220,15 @@ async def test_scenarios_on_a_tiny_model(name: str, model: str, tmp_path: Path) 
         assert lines[0]["gaps_alone"] > 0 and lines[0]["gaps_beside"] >= 4 * (1024 // 128)
     page = report.make(lines)
     assert page.count(f"| {name} |") == len(lines)
+
+
+async def test_scenarios_over_http_from_several_processes() -> None:
+    sizes = replace(SIZES["tiny"], seconds=0.3)
+    args = argparse.Namespace(process="poisson", rate=None, seed=0, model="m", clients=2)
+    async with server(stream, 100) as (args.url, _):
+        (line,) = await traffic.on_server(SCENARIOS["mixed"], sizes, args)
+    assert line["complete"] == line["requests"] > 4
+    assert line["target"] == "http" and line["output_tokens_per_s"] > 0
 
 
 def test_the_same_seed_makes_the_same_traffic() -> None:
