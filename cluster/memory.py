@@ -29,8 +29,8 @@ GPUS = {
 
 RUNTIME = int(1.25 * GIB)
 """Bytes that CUDA, its libraries and their workspaces take, and what CUDA sees less than nvidia-smi."""
-SAMPLING = 48
-"""Bytes per logit while all filters and noise are computed: float32 and int64 copies, sorted."""
+SAMPLING = 8
+"""Bytes per logit where requests have penalties: a copy in float32, and counts in int32."""
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -93,11 +93,12 @@ class Penalties:
         """Logits [S, V] of any float dtype -> float32 [S, V], biases added and penalties taken."""
         row = params.row.long()
         if self._bias_ids is not None and self._biases is not None:
-            logits = logits.float().scatter_add(1, self._bias_ids[row], self._biases[row])
+            logits = logits.to(torch.float32, copy=True)
+            logits.scatter_add_(1, self._bias_ids[row], self._biases[row])
         if logits.is_cuda:
             from engine.triton_penalties import penalise  # comes with torch's CUDA builds only
 
-            return penalise(logits, self.counts, params)
+            return penalise(logits, self.counts, params, out=logits if self._biases is not None else None)
         logits = logits.float()
         seen = self.counts[row]
         times = seen >> 1

@@ -42,10 +42,16 @@ def _penalise_kernel(
     tl.store(out + sequence.to(tl.int64) * vocab + token, x, mask=inside)
 
 
-def penalise(logits: torch.Tensor, counts: torch.Tensor, params: PenaltyTensors) -> torch.Tensor:
-    """Logits [S, V] with rows contiguous, counts int32 [rows, V] -> float32 [S, V]."""
+def penalise(
+    logits: torch.Tensor, counts: torch.Tensor, params: PenaltyTensors, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits [S, V] with rows contiguous, counts int32 [rows, V] -> float32 [S, V], in `out` if given.
+
+    `out` is contiguous, and may be `logits`.
+    """
     s, v = logits.shape
-    out = torch.empty(s, v, dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = torch.empty(s, v, dtype=torch.float32, device=logits.device)
     _penalise_kernel[s, triton.cdiv(v, BLOCK)](
         out,
         logits,
