@@ -380,6 +380,19 @@ def test_blocks_of_a_writer_that_goes_away_while_it_is_in_flight_stay_right(end:
     assert reader.num_cached == 20
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_prompt_that_was_given_up_halfway_leaves_its_full_blocks_and_no_more(steps: int) -> None:
+    bench = Bench(max_running=2, max_tokens=5)
+    writer = bench.add(make([7] * 20, 9))
+    for _ in range(steps):
+        bench.step()
+    bench.abort(writer)
+    reader = bench.add(make([7] * 21, 9))
+    bench.run()
+    bench.expect_reference()
+    assert reader.num_cached == 5 * steps // 4 * 4
+
+
 def test_a_block_that_another_request_has_computed_meanwhile_is_not_registered_twice() -> None:
     bench = Bench(max_tokens=8)
     urgent = make([5] * 9, 3, priority=-1)
