@@ -20,6 +20,7 @@ import triton
 
 from benchmarks.attention import DEVICE, read_bandwidth, time_calls
 from engine import sampler, triton_sampler
+from engine.penalties import Penalties, PenaltyTensors
 from engine.sampler import SamplingTensors
 from engine.triton_sampler import SamplerConfig
 
@@ -64,7 +65,7 @@ class Case:
         return (normal * SPREADS[self.spread]).to(self.dtype)
 
     def params(self) -> SamplingTensors:
-        values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | KINDS[self.kind]
+        values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | KINDS.get(self.kind, {})
         position = torch.arange(self.rows, dtype=torch.int32, device=DEVICE)
         return SamplingTensors(
             **{
@@ -138,6 +139,21 @@ class Bench:
             raise RuntimeError(f"{case}, {config}: {different} tokens differ from plain torch's")
         self.report(case, logits, call, config)
 
+    def run_penalties(self, case: Case) -> None:
+        """What penalties take before a token is chosen, and counting it."""
+        logits, params = case.logits(), case.params()
+        penalties = Penalties(case.rows + 1, case.vocab, torch.device(DEVICE))
+        half = torch.full((case.rows,), 0.5, device=DEVICE)
+        asked = PenaltyTensors(params.position + 1, half, half, 1 + half)
+        tokens = params.position * 7
+        penalties.count(asked.row, tokens)
+
+        def call() -> None:
+            penalties.apply(logits, asked)
+            penalties.count(asked.row, tokens)
+
+        self.report(case, logits, call, None)
+
     def run_torch(self, kind: str, case: Case) -> None:
         """torch's own: what greedy takes, and what sorting alone would."""
         logits, params = case.logits(), case.params()
@@ -163,6 +179,8 @@ def main() -> None:
             for kind in KINDS:
                 for spread in SPREADS if KINDS[kind] else ("flat",):
                     bench.run(Case(kind, rows, vocab, torch.bfloat16, spread), SamplerConfig())
+            # With penalties, logits are float32.
+            bench.run_penalties(Case("penalties", rows, vocab, torch.bfloat16, "flat"))
             bench.run(Case("top_k, top_p, min_p", rows, vocab, torch.float32, "flat"), SamplerConfig())
     if arguments.sweep:
         for dtype in (torch.bfloat16, torch.float32):

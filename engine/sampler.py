@@ -86,7 +86,7 @@ def kept_tokens(logits: torch.Tensor, inverse: torch.Tensor, params: SamplingTen
     all_of_p = params.top_p >= 1
     width = min(1024, vocab)
     while True:  # sorting a few of the likeliest is enough, most times
-        ranked = logits.topk(width).values
+        ranked = (logits.sort(descending=True) if width == vocab else logits.topk(width)).values
         last = (params.top_k.long() - 1).clamp(0, width - 1)[:, None]
         least = ranked.gather(1, last).masked_fill(no_limit[:, None], -torch.inf)
         total = torch.where(logits >= least, weight, 0).sum(-1, keepdim=True)
