@@ -110,7 +110,7 @@ class Answering:
             deltas = [self.choices[index].read() for index in grown]
             for delta in deltas:
                 if delta.finish_reason is not None:
-                    self._end(delta.index)
+                    self._end(delta.index, delta.finish_reason)
                 if delta.finish_reason is FinishReason.TIMEOUT and not self._has_tokens:
                     raise Refused(TOO_LATE)
             yield deltas
@@ -131,9 +131,9 @@ class Answering:
     def _has_tokens(self) -> bool:
         return any(choice.generation.tokens for choice in self.choices)
 
-    def _end(self, index: int) -> None:
+    def _end(self, index: int, reason: FinishReason | None = None) -> None:
         self._open.discard(index)
-        self._dispatcher.stop(self.choices[index].generation)
+        self._dispatcher.stop(self.choices[index].generation, reason)
 
     def close(self) -> None:
         for index in list(self._open):

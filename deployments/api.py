@@ -39,6 +39,7 @@ from deployments.responses import (
     stop_reason,
 )
 from deployments.submission import Refusal, SchedulingParams
+from deployments.telemetry import Telemetry
 from deployments.text import Tokenizer
 from engine.detokenizer import Detokenizer
 from engine.request import FinishReason
@@ -74,8 +75,10 @@ class Api:
         check_health: Callable[[], Awaitable[None]],
         keys: frozenset[bytes] | None = None,
         max_sequences: int = MAX_CHOICES,
+        telemetry: Telemetry | None = None,
     ) -> None:
         """`max_sequences`: what the queue of an engine holds; a request for more can never be served."""
+        self._telemetry = telemetry
         self._model = model
         self._tokenizer = tokenizer
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # of long texts, while the loop goes on
@@ -94,6 +97,8 @@ class Api:
         app.add_api_route("/health", self.health, methods=["GET"])
         if self._keys is not None:
             app.add_middleware(KeyGuard, keys=self._keys)
+        if self._telemetry is not None:
+            app.add_middleware(self._telemetry.middleware)  # outside: it sees what is refused, too
         app.add_exception_handler(ApiError, _answer_api_error)
         app.add_exception_handler(HTTPException, _answer_http_error)
         app.add_exception_handler(ClientDisconnect, _answer_nobody)

@@ -93,6 +93,8 @@ class Balancer:
         self._placements: dict[Hashable, _Placement] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._followers: list[Callable[[frozenset[str]], object]] = []
+        self.on_choice: Callable[[str, float, float], object] = lambda reason, tokens, seconds: None
+        """Called, on any thread, with what decided, the tokens before the first one, and the seconds."""
         self._reported = self._speed = self._stamp = self._sent = np.zeros(0)
 
     # Replicas
@@ -158,9 +160,11 @@ class Balancer:
         as if that replica had all their tokens, unless it has much more to do than others. Replicas to
         `avoid` are chosen only where there is no other. Raises `LookupError` if there is no replica.
         """
+        began = self._clock()
         with self._lock:
             if not self._slots:
                 raise LookupError("no replica")
+            kept = self._sessions.get(session) if session else None
             load = self._load()
             found = self._index.match(prefix)
             uncached = np.full(len(load), float(tokens))
@@ -182,6 +186,9 @@ class Balancer:
                 if len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
             self._assign(key, chosen, tokens - cached + OUTPUT)
+            reason = "affinity" if chosen == kept else "prefix" if cached else "load"
+            reason = "only" if len(self._slots) == 1 else reason
+        self.on_choice(reason, tokens - cached + float(load[slot]), self._clock() - began)
         return chosen
 
     def accepted(self, key: Hashable, name: str) -> None:

@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from opentelemetry.trace import Span, Tracer
+
 from deployments.load import LoadMeter
 from deployments.submission import Reason, Refusal, Submission
 from deployments.tape import Address, Key, Record, Tape, TapeLost
 from deployments.tape_meter import TapeMeter
+from deployments.tracing import received, tracer_to
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 
 if TYPE_CHECKING:
@@ -32,12 +35,13 @@ class Engine(Protocol):
 class Executor:
     """One per replica, which Ray Serve calls `name` and which serves `model`; all on one event loop."""
 
-    def __init__(self, engine: Engine, name: str, model: str) -> None:
+    def __init__(self, engine: Engine, name: str, model: str, tracer: Tracer | None = None) -> None:
         self._engine = engine
         self._name = name
         self._model = model
-        self._load = LoadMeter(engine.stats)
+        self.load = LoadMeter(engine.stats).read
         self.meter = TapeMeter()
+        self._tracer = tracer or tracer_to(None)
         self._tapes: dict[Address, asyncio.Task[Tape]] = {}
 
     async def run(self, submission: Submission) -> Refusal | None:
@@ -45,6 +49,14 @@ class Executor:
 
         However this ends, cancellation included, the engine does not go on with it.
         """
+        with self._tracer.start_as_current_span("execute", received(submission.trace)) as span:
+            span.set_attributes({"stepahead.replica": self._name, "stepahead.attempt": submission.attempt})
+            refusal = await self._run(submission, span)
+            if refusal is not None:
+                span.set_attribute("stepahead.refusal", refusal.reason)
+            return refusal
+
+    async def _run(self, submission: Submission, span: Span) -> Refusal | None:
         if submission.model != self._model:
             return self._refuse("other model", f"this replica serves {self._model}")
         key = submission.request, submission.attempt
@@ -71,6 +83,10 @@ class Executor:
         def put(output: Output) -> None:
             nonlocal failure
             reason = output.finish_reason
+            if output.tokens and output.position == len(submission.generated):
+                span.add_event("first token")
+            if reason is not None:
+                span.set_attribute("stepahead.finish_reason", reason)
             if reason is FinishReason.ERROR and not self._engine.healthy:
                 # Whatever broke the engine, nearly all whom it takes along are innocent.
                 reason, failure = FinishReason.ABORT, output.error or "the engine failed"
@@ -136,7 +152,7 @@ class Executor:
             self._tapes.pop(address, None)
 
         try:
-            tape = await Tape.connect(address, self._name, self._load.read, abort, closed, self.meter)
+            tape = await Tape.connect(address, self._name, self.load, abort, closed, self.meter)
             return tape
         except TapeLost:
             closed()

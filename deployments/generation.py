@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from deployments.submission import ANY_TIME, Refusal, SchedulingParams, Submission
 from deployments.tape import Address, Observe, Record, TapeListener
+from deployments.telemetry import Watch
 from engine.request import FinishReason, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Generation:
         sampling: SamplingParams,
         notify: Callable[[], None],
         scheduling: SchedulingParams,
+        watch: Watch | None = None,
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -53,6 +55,7 @@ class Generation:
         """Set when a replica has accepted it, or when it has ended without."""
         self._attempt = 0
         self._notify = notify
+        self.watch = watch
         self._began = time.monotonic()
 
     @property
@@ -69,6 +72,8 @@ class Generation:
         if not record.tokens and record.finish_reason is None:
             return True
         self.tokens += record.tokens
+        if self.watch and record.tokens:
+            self.watch.took(len(record.tokens))
         self.num_cached = record.num_cached
         if record.finish_reason is FinishReason.ERROR:
             self.refusal = Refusal("failed", record.error or "the engine failed")
@@ -101,6 +106,7 @@ class Generation:
 
     async def _run(self, submit: Submit, model: str, tape: Address) -> None:
         lost, tried = 0, list[str]()
+        cause: str | None = None
         for self._attempt in count():
             scheduling = self.scheduling.after(time.monotonic() - self._began, began=bool(self.tokens))
             if scheduling.over:
@@ -117,12 +123,14 @@ class Generation:
                     list(self.tokens),
                     promised=self.admitted.is_set(),
                     avoid=tuple(tried),
+                    trace=self.watch.submitted(cause) if self.watch else {},
                 )
             )
             if self.ended:
                 return
             if refusal is None:  # it ended, but what it sent was not taken
                 refusal = Refusal("lost", "tokens of this request were lost")
+            cause = refusal.reason
             elsewhere = refusal.replica is not None and refusal.replica not in tried
             if elsewhere and refusal.replica is not None:
                 tried.append(refusal.replica)
@@ -139,10 +147,18 @@ class Dispatcher:
     """The generations of one Router, and its end of the tapes they come on.
 
     `observe` is called with what is heard of a replica: its name, its load, what others have sent it.
+    `watch` gives each sequence, by its number of prompt tokens, somebody who follows it.
     """
 
-    def __init__(self, submit: Submit, model: str, observe: Observe = lambda *_: None) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        model: str,
+        observe: Observe = lambda *_: None,
+        watch: Callable[[int], Watch] | None = None,
+    ) -> None:
         self._submit = submit
+        self._watch = watch
         self._model = model
         self._requests = count()
         self._running: dict[int, tuple[Generation, asyncio.Task[None]]] = {}
@@ -189,7 +205,8 @@ class Dispatcher:
         """Begin a sequence; `notify` is called whenever it has grown or ended. `stop` it in any case."""
         if self._tape is None:
             raise RuntimeError("the dispatcher is not open")
-        generation = Generation(next(self._requests), prompt, sampling, notify, scheduling)
+        watch = self._watch(len(prompt)) if self._watch else None
+        generation = Generation(next(self._requests), prompt, sampling, notify, scheduling, watch)
         task = asyncio.create_task(generation.run(self._submit, self._model, self._tape))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -200,9 +217,16 @@ class Dispatcher:
             task.cancel()
         return generation
 
-    def stop(self, generation: Generation) -> None:
-        """Forget a sequence. If it has not ended, it is aborted on its replica."""
+    def stop(self, generation: Generation, reason: FinishReason | None = None) -> None:
+        """Forget a sequence. If it has not ended, it is aborted on its replica.
+
+        `reason`: by which its reader ended it, having found a stop string, say.
+        """
         _, task = self._running.pop(generation.request)
+        if generation.watch:
+            refusal = generation.refusal
+            ended = reason or generation.finish_reason or (refusal and refusal.reason) or FinishReason.ABORT
+            generation.watch.ended(ended, refusal.message if refusal else "")
         if not generation.ended:  # else the submission is about to return
             task.cancel()
         if not self._running:

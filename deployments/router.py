@@ -17,9 +17,11 @@ from deployments import demo_model
 from deployments.api import Api
 from deployments.api_keys import read_keys
 from deployments.generation import Dispatcher
+from deployments.metrics import ServeRecorder
 from deployments.protocol import ApiError
 from deployments.routing import balancer_of, key_of
 from deployments.submission import Refusal, Submission
+from deployments.telemetry import Telemetry
 from deployments.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -50,13 +52,16 @@ class Router:
         self._moving: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         self._balancer.on_replicas(lambda names: loop.call_soon_threadsafe(self._move, names))
-        dispatcher = self._dispatcher = Dispatcher(self._submit, model, self._balancer.observe)
+        telemetry = Telemetry(ServeRecorder(), model)
+        self._balancer.on_choice = telemetry.decided
+        dispatcher = Dispatcher(self._submit, model, self._balancer.observe, telemetry.watch)
+        self._dispatcher = dispatcher
         await dispatcher.open(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         # In an upgrade it may be an old engine that answers: what is set goes first.
         found = await self._context_length()
         path = await asyncio.to_thread(demo_model.resolve, model)
         tokenizer = await asyncio.to_thread(Tokenizer, path, context_length or found, trust_remote_code)
-        self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences)
+        self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences, telemetry)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()

@@ -8,6 +8,7 @@ import msgspec
 
 from deployments.prefix_index import chain_of
 from deployments.tape import Address
+from deployments.tracing import Carrier
 from engine.request import SamplingParams
 
 
@@ -63,6 +64,8 @@ class Submission(msgspec.Struct, frozen=True):
     """An earlier attempt was accepted: it is not refused for lack of room."""
     avoid: tuple[str, ...] = ()
     """Replicas that have refused it, to be chosen only where there is no other."""
+    trace: Carrier = {}
+    """What its spans on the replica are children of."""
 
     def prefix(self) -> list[int]:
         """The hashes of what is to be computed before it decodes, for a `PrefixIndex`."""
