@@ -3,9 +3,10 @@
     python -m benchmarks.autoscaling_sim            # the settings as deployed, and each changed alone
     python -m benchmarks.autoscaling_sim --days 3   # other random days too, for the spread
 
-requests -> Serve's policy -> replicas wanted -> pods pending -> a node starts, pulls and loads -> ready.
-The policy and its delays are Ray Serve's own code; the engine is a rate (ms per step by batch size, as
-measured on an H200), its queue and its rows; nodes take their time to come and stay idle before they go.
+requests -> the policy -> replicas wanted -> pods pending -> a node starts, pulls and loads -> ready.
+The policy is the deployed one, beside Ray Serve's default, which is Serve's own code; the engine is a rate
+(ms per step by batch size, as measured on an H200), its queue and its rows; nodes take their time to come
+and stay idle before they go.
 Nothing here is a measurement of a cluster.
 """
 
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from ray.serve.autoscaling_policy import (
@@ -28,6 +29,8 @@ from ray.serve.autoscaling_policy import (
 from ray.serve.config import AutoscalingConfig
 
 from deployments.app import _scale
+from deployments.autoscaling import TokenPolicy, replica_stats
+from deployments.load import Load as EngineLoad
 from deployments.settings import Settings
 
 DAY = 86_400
@@ -47,6 +50,7 @@ class Load:
     burst: float = 1.6
     """Times the traffic of the hour, for ten minutes."""
     seconds: int = DAY
+    prompt: int = 512
     output: float = 256.0
     """Tokens of an answer, mean of an exponential distribution."""
 
@@ -73,10 +77,13 @@ class Engine:
     step_ms: tuple[float, float] = (4.9, 0.031)
     """A step of b requests takes first + second * b: 5.9 at 32, 12.9 at 256."""
 
+    def step(self, running: int) -> float:
+        """Milliseconds."""
+        return self.step_ms[0] + self.step_ms[1] * running
+
     def completions(self, running: int, output: float) -> float:
         """Probability that a running request ends within a second."""
-        a, b = self.step_ms
-        return 1 - math.exp(-1000 / ((a + b * running) * output)) if running else 0.0
+        return 1 - math.exp(-1000 / (self.step(running) * output)) if running else 0.0
 
 
 @dataclass
@@ -122,17 +129,31 @@ def traffic(load: Load, rng: np.random.Generator) -> np.ndarray[Any, Any]:
 
 
 def wanted(
-    config: AutoscalingConfig, total: float, current: int, target: int, state: dict[str, Any], now: float
+    config: AutoscalingConfig,
+    total: float,
+    current: int,
+    target: int,
+    state: dict[str, Any],
+    now: float,
+    policy: TokenPolicy | None = None,
+    metrics: dict[str, dict[int, float]] | None = None,
 ) -> int:
-    """What Ray Serve wants now: its policy, its factors, its delays and its bounds."""
+    """What Ray Serve wants now: its own policy or another, its factors, its delays and its bounds."""
     context: Any = SimpleNamespace(
         current_num_replicas=current,
         target_num_replicas=target,
         total_num_requests=total,
+        total_queued_requests=0.0,
+        aggregated_metrics=metrics,
+        current_time=now,
         config=config,
         policy_state=state,
     )
-    desired, _ = replica_queue_length_autoscaling_policy(context)
+    if policy is None:
+        desired, _ = replica_queue_length_autoscaling_policy(context)
+    else:
+        desired, updated = policy(context)
+        state.update(updated)
     scaled = _apply_scaling_factors(desired, current, config)
     bounded = min(max(scaled, config.min_replicas), config.max_replicas or scaled)
     decided, updated = _apply_delay_logic(bounded, target, config, state, _now=now)
@@ -184,15 +205,22 @@ class Cluster:
 
 
 def simulate(
-    config: AutoscalingConfig, engine: Engine, load: Load, nodes: Nodes, seed: int = 0, fixed: int = 0
+    config: AutoscalingConfig,
+    engine: Engine,
+    load: Load,
+    nodes: Nodes,
+    seed: int = 0,
+    fixed: int = 0,
+    policy: TokenPolicy | None = None,
 ) -> Outcome:
-    """One day. `fixed` replicas all day in place of the autoscaler, where not 0."""
+    """One day. `fixed` replicas all day in place of the autoscaler, where not 0; Serve's default `policy`."""
     rng = np.random.default_rng(seed)
     arrivals = traffic(load, rng)
     target = fixed or config.min_replicas
     cluster = Cluster(nodes, rng, target)
     state: dict[str, Any] = {}
     recent: deque[int] = deque(maxlen=int(config.look_back_period_s))
+    reports: deque[dict[str, float]] = deque(maxlen=int(config.look_back_period_s))
     out = Outcome(0.0, np.zeros(3600, np.int64), 0, 0)
     direction = 0
     for now in range(load.seconds):
@@ -201,9 +229,18 @@ def simulate(
         for replica in (*cluster.ready, *cluster.draining):
             _compute(replica, now, engine, load, rng, out)
         recent.append(sum(replica.running + replica.queued for replica in cluster.ready))
+        if policy is not None and not fixed:
+            reports.append(_report(cluster.ready, engine, load))
         if not fixed:
             before = target
-            target = wanted(config, float(np.mean(recent)), len(cluster.ready), target, state, now)
+            metrics = {
+                name: {0: float(np.mean([r[name] for r in reports]))}
+                for name in ("busy", "queue_s")
+                if reports
+            }
+            target = wanted(
+                config, float(np.mean(recent)), len(cluster.ready), target, state, now, policy, metrics
+            )
             if target != before:
                 out.changes += (target > before) != (direction > 0)
                 direction = target - before
@@ -212,6 +249,19 @@ def simulate(
     out.arrived = int(arrivals.sum())
     out.queued = sum(replica.queued for replica in (*cluster.ready, *cluster.draining))
     return out
+
+
+def _report(ready: list[Replica], engine: Engine, load: Load) -> dict[str, float]:
+    """What all replicas report, summed."""
+    total = {"busy": 0.0, "queue_s": 0.0}
+    for replica in ready:
+        running, waiting = replica.running, replica.queued
+        speed = 1000 * running / engine.step(running)
+        # Of an engine that decodes: prompts are computed beside it, at no cost here.
+        seen = EngineLoad(load.prompt * waiting, running, waiting, 0, speed)
+        for name, value in replica_stats(seen, engine.rows, 8192).items():
+            total[name] += value
+    return total
 
 
 def _arrive(ready: list[Replica], n: int, now: int, engine: Engine, out: Outcome) -> None:
@@ -252,27 +302,46 @@ def _compute(
     replica.running -= int(rng.binomial(replica.running, engine.completions(replica.running, load.output)))
 
 
-def deployed(replicas: int) -> AutoscalingConfig:
+def deployed(replicas: int) -> tuple[AutoscalingConfig, TokenPolicy]:
     """The autoscaling of the application, from one engine to `replicas`."""
     settings = Settings(model="m", accelerator="gpu", max_replicas=replicas)
     config: AutoscalingConfig = _scale(settings, settings.engine_config(gpu=True))["autoscaling_config"]
-    return config
+    return config, TokenPolicy(**config.policy.policy_kwargs)
 
 
-def variants(config: AutoscalingConfig, nodes: Nodes) -> Iterator[tuple[str, AutoscalingConfig, Nodes]]:
-    """The settings as they are, then each changed alone."""
-    yield "as deployed", config, nodes
-    rows = Engine().rows
-    for share in (0.2, 0.3, 0.4, 0.5, 0.75):
-        change: dict[str, Any] = {"target_ongoing_requests": share * rows}
-        yield f"target_ongoing_requests {share:g} of the rows", config.model_copy(update=change), nodes
-    for delay in (0, 10, 30, 60):
-        yield f"upscale_delay_s {delay}", config.model_copy(update={"upscale_delay_s": float(delay)}), nodes
-    for delay in (60, 300, 600, 1200):
-        change = {"downscale_delay_s": float(delay)}
-        yield f"downscale_delay_s {delay}", config.model_copy(update=change), nodes
-    for idle in (60, 300, 900):
-        yield f"idleTimeoutSeconds {idle}", config, replace(nodes, idle=float(idle))
+def default(replicas: int, target: float) -> AutoscalingConfig:
+    """Ray Serve's own policy and delays."""
+    return AutoscalingConfig(min_replicas=1, max_replicas=replicas, target_ongoing_requests=target)
+
+
+Variant: TypeAlias = tuple[str, AutoscalingConfig, TokenPolicy | None, Nodes]
+
+
+def variants(replicas: int, nodes: Nodes) -> Iterator[Variant]:
+    """The settings as they are, each changed alone, and Ray Serve's policy by its target."""
+    config, policy = deployed(replicas)
+    kwargs = config.policy.policy_kwargs
+    yield "as deployed", config, policy, nodes
+    changes: dict[str, tuple[float, ...]] = {
+        "utilisation": (0.45, 0.5, 0.6, 0.65),
+        "cold_start_s": (60, 600),
+        "hold_s": (60, 300, 1200),
+        "ttft_s": (0, 10),
+    }
+    for name, values in changes.items():
+        for value in values:
+            yield f"{name} {value:g}", config, TokenPolicy(**kwargs | {name: value}), nodes
+    for idle in (60, 900):
+        yield f"idleTimeoutSeconds {idle}", config, policy, replace(nodes, idle=float(idle))
+    yield "Serve's default, target 2 requests", default(replicas, 2), None, nodes
+    for share in (0.2, 0.25, 0.3, 0.4, 0.5):
+        yield f"Serve's, target {share:g} of the rows", default(replicas, share * Engine().rows), None, nodes
+
+
+DAYS = {
+    "ordinary": Load(),
+    "bursty": Load(peak=180.0, bursts=12, burst=1.8),
+}
 
 
 def main() -> None:
@@ -281,19 +350,20 @@ def main() -> None:
     )
     parser.add_argument("--days", type=int, default=1, help="random days for each row")
     parser.add_argument("--replicas", type=int, default=8, help="at most")
+    parser.add_argument("--load", choices=DAYS, default="ordinary")
+    parser.add_argument("--brief", action="store_true", help="as deployed and Ray Serve's only")
     args = parser.parse_args()
-    load, engine, nodes = Load(), Engine(), Nodes()
-    config = deployed(args.replicas)
-    print(
-        f"target {config.target_ongoing_requests:g} of {engine.rows}, up after {config.upscale_delay_s:g} s, "
-        f"down after {config.downscale_delay_s:g} s, idle nodes stay {nodes.idle:g} s; {args.days} day(s)\n"
-    )
+    load, engine, nodes = DAYS[args.load], Engine(), Nodes()
+    config, policy = deployed(args.replicas)
+    print(f"{args.load}: {load.peak:g}/s, {load.bursts} bursts of {load.burst:g} times; {args.days} day(s)\n")
     print("| settings | GPU-hours | wait p50, s | p99, s | late, % | refused | turns |")
     print("| --- | --: | --: | --: | --: | --: | --: |")
-    rows = [(name, each, other, 0) for name, each, other in variants(config, nodes)]
-    rows.append((f"{args.replicas} replicas, always", config, nodes, args.replicas))
-    for name, each, other, fixed in rows:
-        days = [simulate(each, engine, load, other, day, fixed) for day in range(args.days)]
+    rows = [(*variant, 0) for variant in variants(args.replicas, nodes)]
+    if args.brief:
+        rows = [row for row in rows if "Serve" in row[0] or row[0] == "as deployed"]
+    rows.append((f"{args.replicas} replicas, always", config, policy, nodes, args.replicas))
+    for name, each, asked, other, fixed in rows:
+        days = [simulate(each, engine, load, other, day, fixed, asked) for day in range(args.days)]
         late = [100 * day.late for day in days]
         spread = f" ± {np.std(late):.2f}" if len(days) > 1 else ""
         print(

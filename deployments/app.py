@@ -6,7 +6,7 @@ from typing import Any
 import ray
 import torch
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
 
 from deployments.replica import EngineReplica
@@ -21,11 +21,8 @@ logger = logging.getLogger(__name__)
 ROUTER: Any = "deployments.routing.TokenRouter"
 """Chooses an engine for each request. By its name, since Serve's processes import it themselves."""
 
-AUTOSCALING_TARGET = 0.3
-"""Share of an engine's rows to be in use: full rows are slow ones, and a GPU node takes minutes to come.
-
-A day of `python -m benchmarks.autoscaling_sim` with other shares is in docs/operations.md.
-"""
+POLICY: Any = "deployments.autoscaling:TokenPolicy"
+"""Says how many engines there should be. A day of it is in docs/operations.md."""
 
 
 def build(args: Settings) -> Application:
@@ -65,10 +62,18 @@ def build(args: Settings) -> Application:
 def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:
     if args.max_replicas is None:
         return {"num_replicas": args.replicas}
+    kwargs = args.autoscaling.model_dump()
+    policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs=kwargs)  # type: ignore[no-untyped-call]
     scaling = AutoscalingConfig(
         min_replicas=args.replicas,
+        initial_replicas=max(args.replicas, 1),
         max_replicas=args.max_replicas,
-        target_ongoing_requests=AUTOSCALING_TARGET * config.max_running_requests,
+        # How many come for the requests that wait while there is none; else the policy decides, which
+        # waits before it lets one go.
+        target_ongoing_requests=config.max_running_requests,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        policy=policy,
     )
     return {"autoscaling_config": scaling}
 

@@ -9,6 +9,7 @@ from ray import serve
 
 from deployments import demo_model
 from deployments.affinity import pin_to_gpu
+from deployments.autoscaling import replica_stats
 from deployments.execution import Executor
 from deployments.exporter import Exporter
 from deployments.gpu import own_gpu
@@ -36,6 +37,7 @@ class EngineReplica:
         name = serve.get_replica_context().replica_id.unique_id
         self._executor = Executor(self._engine, name, config.model)
         self._model = config.model
+        self._rows, self._step_tokens = config.max_running_requests, config.max_tokens_per_step
         gpu = own_gpu(self._engine.gpu_uuid) if self._engine.gpu_uuid else None
         record = ServeRecorder(gpu_uuid=gpu.uuid if gpu else "")
         exporter = Exporter(
@@ -56,6 +58,10 @@ class EngineReplica:
 
     async def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve asks every few seconds, and gives the means to `TokenPolicy`."""
+        return replica_stats(self._executor.load(), self._rows, self._step_tokens)
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica whose check raises."""

@@ -26,6 +26,21 @@ class TelemetrySettings(BaseModel):
     """Price of an hour of one GPU, in any currency; gives the metric of the cost of a million tokens."""
 
 
+class AutoscalingSettings(BaseModel):
+    """How the number of engines follows the load, see `deployments/autoscaling.py`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    utilisation: Annotated[float, Field(gt=0, le=1)] = 0.55
+    """Share of the engines' throughput that is meant to be in use."""
+    ttft_s: Annotated[float, Field(ge=0)] = 1.0
+    """Seconds of queued work that an engine may have."""
+    cold_start_s: Annotated[float, Field(gt=0)] = 300.0
+    """From asking for an engine until it serves: the start of its node, the load of the model."""
+    hold_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long an engine is kept that is not needed any more."""
+
+
 class Settings(BaseModel):
     """Settings of the application. An unknown or ill-typed key is refused with its name."""
 
@@ -35,10 +50,11 @@ class Settings(BaseModel):
     """`demo`, a Hugging Face id, or a local directory. Clients name it exactly so."""
     accelerator: Literal["auto", "gpu", "cpu"] = "auto"
     """What each engine runs on. `auto`: one GPU where the Ray cluster has any at the time, else the CPU."""
-    replicas: Count = 1
-    """Engines."""
+    replicas: Annotated[int, Field(ge=0)] = 1
+    """Engines. 0 with `max_replicas`: a request after a silence waits for an engine's start."""
     max_replicas: Count | None = None
     """If set, Ray Serve scales the engines with the load between `replicas` and this many."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
     routers: Count = 1
     """Processes that speak HTTP, tokenise and detokenise."""
     session_affinity: bool = False
@@ -54,6 +70,8 @@ class Settings(BaseModel):
         for key, instead in (("model", "model"), ("device", "accelerator")):
             if key in self.engine:
                 raise ValueError(f"engine.{key}: set `{instead}`, at the top level, instead")
+        if self.replicas == 0 and self.max_replicas is None:
+            raise ValueError("replicas is 0, and without max_replicas it stays so")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas ({self.max_replicas}) is below replicas ({self.replicas})")
         return self

@@ -1,4 +1,4 @@
-"""The simulated autoscaling loop: nothing is lost in it, and Ray Serve's policy is what decides."""
+"""The simulated autoscaling loop: nothing is lost in it, and the deployed policy or Ray Serve's decides."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.autoscaling_sim import Cluster, Engine, Load, Nodes, _level, deployed, simulate, wanted
-from deployments.app import AUTOSCALING_TARGET
+from benchmarks.autoscaling_sim import (
+    Cluster,
+    Engine,
+    Load,
+    Nodes,
+    _level,
+    default,
+    deployed,
+    simulate,
+    wanted,
+)
 
 HOUR = Load(seconds=3600, bursts=1, night=1.0)
 
@@ -27,8 +36,9 @@ def test_requests_go_where_the_least_work_is(loads: list[int], n: int) -> None:
 
 
 def test_every_request_is_counted_once() -> None:
+    config, policy = deployed(8)
     for fixed, peak in ((0, 300.0), (1, 300.0), (8, 100.0)):
-        out = simulate(deployed(8), Engine(), replace(HOUR, peak=peak), Nodes(), fixed=fixed)
+        out = simulate(config, Engine(), replace(HOUR, peak=peak), Nodes(), 0, fixed, policy)
         assert out.waits.sum() + out.refused + out.queued == out.arrived > 0
         if fixed == 1:
             assert out.refused  # four times what it can do
@@ -37,9 +47,21 @@ def test_every_request_is_counted_once() -> None:
             assert np.isclose(out.gpu_hours, 8)
 
 
-def test_the_policy_is_rays_with_its_delays_and_bounds() -> None:
-    config = deployed(4)
-    target = AUTOSCALING_TARGET * Engine().rows
+def test_engines_follow_the_load_within_the_bounds() -> None:
+    config, policy = deployed(3)
+    state: dict[str, Any] = {}
+    busy = {"busy": {0: 1.0}, "queue_s": {0: 0.0}}
+    assert wanted(config, 300, 1, 1, state, 0.0, policy, busy) == 2
+    overloaded = {"busy": {0: 2.0}, "queue_s": {0: 500.0}}
+    assert wanted(config, 5000, 2, 2, state, 60.0, policy, overloaded) == 3
+    idle = {"busy": {0: 0.0}, "queue_s": {0: 0.0}}
+    kept = [wanted(config, 0, 3, 3, state, 60.0 + t, policy, idle) for t in range(0, 601, 10)]
+    assert kept == [3] * 60 + [1]
+
+
+def test_rays_policy_comes_with_its_delays_and_bounds() -> None:
+    target = 0.3 * Engine().rows
+    config = default(4, target)
     state: dict[str, Any] = {}
     asked = [wanted(config, 2.5 * target, 1, 1, state, float(now)) for now in range(60)]
     assert asked[: int(config.upscale_delay_s)] == [1] * int(config.upscale_delay_s)
