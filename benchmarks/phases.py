@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arrivals import Arrival, poisson, random_prompts
+from benchmarks.arrivals import Arrival, random_prompts
 from benchmarks.fleet import CpuClock, Fleet, Steering, processes
 from benchmarks.latency import quantiles, summary, window
 from benchmarks.targets import Chats, Clients, Seen, now
@@ -153,10 +153,10 @@ class Phases:
         prefixes = random_prompts(rng, [2048] * max(1, n // 4), vocab)
         ends = random_prompts(rng, [64] * n, vocab)
         which = rng.permutation(n) % len(prefixes)
-        times = np.sort(poisson(rng, rate, n / rate))
+        times = np.cumsum(rng.exponential(1 / rate, n))
         arrivals = [
             Arrival(float(at), prefixes[i] + end, 64, "shared")
-            for at, i, end in zip(times, which, ends, strict=False)
+            for at, i, end in zip(times, which, ends, strict=True)
         ]
         seen = await self.clients.play(self.fleet.urls(a.ingress), self.model, arrivals)
         figures = summary(seen, 0.5, 0.05)

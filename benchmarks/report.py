@@ -135,6 +135,7 @@ def traffic_page(lines: list[dict[str, Any]]) -> str:
 
 
 FLEET: list[tuple[str, str, str]] = [
+    ("streams", "streams", "d"),
     ("tokens/s", "output_tokens_per_s", ",.0f"),
     ("scaling", "scaling", ".2f"),
     ("HTTP costs", "http_cost", ".1%"),
