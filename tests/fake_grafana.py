@@ -75,7 +75,7 @@ class FakeGrafana:
         path = path.removeprefix(self.prefix)
         if path == "/api/health":
             return 200, {"database": "ok", "version": "11.6.0", "commit": "0"}
-        if path.startswith("/d-solo/"):  # a panel alone, as Ray's dashboard embeds it
+        if path.startswith(("/d-solo/", "/d/")):  # pages that Ray's dashboard embeds
             return 200, f"<html><body style='font: 13px monospace'>{path}</body></html>"
         expected = base64.b64encode(f"admin:{self.password}".encode()).decode()
         if authorization not in (f"Basic {expected}", f"Bearer {self.password}"):
