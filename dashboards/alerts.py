@@ -67,6 +67,7 @@ def _kv_share(states: str) -> str:
     return f'sum by ({_REPLICA}) ({blocks}{{state=~"{states}"}}) / sum by ({_REPLICA}) ({blocks})'
 
 
+_WANTED = f"max by ({_DEPLOYMENT}) ({TARGET_REPLICAS})"
 _REQUESTS_WAIT = f"min by ({_REPLICA}) (min_over_time({m.WAITING.exported}[5m]))"
 
 ALERTS = (
@@ -90,7 +91,8 @@ ALERTS = (
         "StepaheadReplicasMissing",
         (
             (
-                f"max by ({_DEPLOYMENT}) ({TARGET_REPLICAS}) - sum by ({_DEPLOYMENT}) ({REPLICA_HEALTHY})",
+                # Where there is none at all, there is no series either.
+                f"{_WANTED} - (sum by ({_DEPLOYMENT}) ({REPLICA_HEALTHY}) or 0 * {_WANTED})",
                 "> 0",
             ),
         ),

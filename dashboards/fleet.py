@@ -38,7 +38,7 @@ def fleet(datasource: str | None = None) -> dict[str, Any]:
 
 
 def _now() -> list[Panel]:
-    healthy = total(REPLICA_HEALTHY)
+    healthy = f"({total(REPLICA_HEALTHY)} or vector(0))"  # without a replica there is no series
     return [
         number("Replicas healthy", "short", (total(REPLICA_HEALTHY, "deployment"), "{{deployment}}")),
         number(

@@ -87,6 +87,12 @@ CASES = [
         ("StepaheadReplicasMissing/deployment=EngineReplica",),
     ),
     Case(
+        "the only one is missing",
+        {f'{TARGET_REPLICAS}{{{APP},deployment="EngineReplica"}}': "1x60"},
+        "25m",
+        ("StepaheadReplicasMissing/deployment=EngineReplica",),
+    ),
+    Case(
         "it comes within the time that a node takes",
         {
             f'{TARGET_REPLICAS}{{{APP},deployment="EngineReplica"}}': "2x60",
