@@ -95,7 +95,7 @@ class Balancer:
         self._followers: list[Callable[[frozenset[str]], object]] = []
         self.on_choice: Callable[[str, float, float], object] = lambda reason, tokens, seconds: None
         """Called, on any thread, with what decided, the tokens before the first one, and the seconds."""
-        self._reported = self._speed = self._stamp = self._sent = np.zeros(0)
+        self._reported = self._drain = self._stamp = self._sent = np.zeros(0)
 
     # Replicas
 
@@ -133,14 +133,14 @@ class Balancer:
     def _add(self, name: str) -> None:
         if None not in self._names:
             self._names.append(None)
-            self._reported, self._speed, self._stamp, self._sent = (
-                np.append(array, 0.0) for array in (self._reported, self._speed, self._stamp, self._sent)
+            self._reported, self._drain, self._stamp, self._sent = (
+                np.append(array, 0.0) for array in (self._reported, self._drain, self._stamp, self._sent)
             )
         slot = self._names.index(None)
         self._names[slot] = name
         self._slots[name] = slot
         self._unseen[name] = {}
-        self._reported[slot] = self._speed[slot] = self._stamp[slot] = self._sent[slot] = 0.0
+        self._reported[slot] = self._drain[slot] = self._stamp[slot] = self._sent[slot] = 0.0
 
     # Requests
 
@@ -167,7 +167,8 @@ class Balancer:
             kept = self._sessions.get(session) if session else None
             load = self._load()
             found = self._index.match(prefix)
-            uncached = np.full(len(load), float(tokens))
+            uncached = np.empty_like(load)
+            uncached.fill(tokens)
             for bits, n in found:
                 uncached[_indices(bits)] -= n
             if session and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
@@ -214,8 +215,9 @@ class Balancer:
             if slot is None:
                 return
             now = self._clock()
-            self._reported[slot] = load.prefill_tokens + OUTPUT * (load.running + load.waiting)
-            self._speed[slot] = load.tokens_per_s
+            tokens = load.prefill_tokens + OUTPUT * (load.running + load.waiting)
+            self._reported[slot] = tokens
+            self._drain[slot] = max(load.tokens_per_s, tokens / STALE)
             self._stamp[slot] = now
             for prefix in prefixes:
                 self._index.add(prefix, slot)
@@ -243,8 +245,12 @@ class Balancer:
 
     def _load(self) -> Tokens:
         """Of each slot; infinite where no replica is. A replica that is silent works on, unseen."""
-        done = (self._clock() - self._stamp) * np.maximum(self._speed, self._reported / STALE)
-        return np.maximum(self._reported - done, 0) + self._sent
+        load = self._clock() - self._stamp
+        load *= -self._drain
+        load += self._reported
+        np.maximum(load, 0, out=load)
+        load += self._sent
+        return load
 
 
 def _indices(bits: int) -> list[int] | npt.NDArray[np.intp]:

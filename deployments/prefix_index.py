@@ -62,9 +62,12 @@ class PrefixIndex:
         """From now on the replica with this number holds the whole chain."""
         bit = 1 << replica
         holders = self._holders
+        get, renew = holders.get, holders.move_to_end
         for key in reversed(chain):  # the first block is worth most: it becomes the most recent
-            holders[key] = holders.get(key, 0) | bit
-            holders.move_to_end(key)
+            held = get(key, 0)
+            if held & bit == 0:
+                holders[key] = held | bit
+            renew(key)
         while len(holders) > self._capacity:
             holders.popitem(last=False)
 
