@@ -558,7 +558,7 @@ def test_a_newcomer_leaves_room_for_those_who_run() -> None:
     bench = Bench(num_blocks=12, context_length=44, max_running=4, prefix_caching=False)
     bench.add(make([1] * 8, 30, ignore_eos=True))
     bench.step()
-    newcomer = bench.add(make([2] * 36, 1, ignore_eos=True))  # all nine blocks that are left
+    newcomer = bench.add(make([2] * 32, 1, ignore_eos=True))  # all eight blocks that will be left
     bench.step()
     assert newcomer.state is State.WAITING
     small = bench.add(make([3] * 2, 1, ignore_eos=True, priority=-1))
