@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from engine.attention.rotary import Rotary
 from engine.fusion import Slice
 from engine.probe import LayerSpec
+from engine.projection import project
 
 TOKENS = 8
 MAGNITUDES = (0.01, 1.0, 100.0)
@@ -67,12 +68,18 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [1, T, n], cosines and sines [1, T, head_dim] -> [1, T, n]."""
-        states = linear(hidden_states[0], self.weight, self.bias)
+        if self.bias is None:
+            states = project(hidden_states, self.weight, None, 0.0, False)[0]
+        else:
+            states = linear(hidden_states[0], self.weight, self.bias)
         states = states.view(-1, sum(self.heads), self.head_dim)
         query, key, value = torch.split(states, self.heads, dim=1)
         rotary = Rotary(*position_embeddings, self.query_norm, self.key_norm, self.eps)
         out = pages.attend(self.layer_idx, query, key, value, rotary)
-        return self.o_proj(out.flatten(1)[None]), None
+        out = out.flatten(1)[None]
+        if type(self.o_proj) is nn.Linear and self.o_proj.bias is None:
+            return project(out, self.o_proj.weight, None, 0.0, False), None
+        return self.o_proj(out), None
 
 
 @torch.no_grad()
@@ -165,7 +172,7 @@ def _same(module: nn.Module, fused: FusedAttention, call: dict[str, Any]) -> boo
         for magnitude in MAGNITUDES:
             x = (magnitude * torch.randn(hidden.shape, generator=generator)).to(hidden)
             wanted, got = (_outcome(each, call | {"hidden_states": x}) for each in (module, fused))
-            if not all(map(_close, got, wanted)):
+            if not all(map(close, got, wanted)):
                 return False
     finally:
         for norm, weight in zip(norms, kept, strict=True):
@@ -180,7 +187,7 @@ def _outcome(module: nn.Module, call: dict[str, Any]) -> list[torch.Tensor]:
     return [*recorder.seen, output]
 
 
-def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
     """But for a few roundings."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return False

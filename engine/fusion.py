@@ -2,7 +2,8 @@
 
 Nothing here names an architecture. Projections that read the same input share one matrix; root mean
 square norms, found by trying them, become one kernel, together with the residual addition before
-them. All of it is meant for a compiled forward: a compiler pass merges the equal calls it leaves.
+them, or none where they stand between two projections. All of it is meant for a compiled forward: a
+compiler pass merges the equal calls it leaves.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,11 +20,8 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.functional import linear
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # without a GPU there may be none, and nothing here then needs it
-    triton = None
+from engine.norm import reference_rms_norm, rms_norm
+from engine.projection import PART, can_defer_norm
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that the modelling code of transformers applies to one input."""
@@ -118,95 +116,21 @@ def _is_rms_norm(module: nn.Module, weight: nn.Parameter, eps: float) -> bool:
     with torch.no_grad():
         # Drawn or fresh weights may all be 1, which says nothing.
         weight.copy_(torch.rand(len(weight), generator=generator) + 0.5)
-        same = torch.allclose(module(x).float(), _rms_norm(x, weight, eps).float(), rtol=2e-2, atol=1e-3)
+        same = torch.allclose(module(x).float(), reference_rms_norm(x, weight, eps).float(), rtol=2e-2, atol=1e-3)
         weight.copy_(kept)
     return same
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, 2019), rounded as Llama rounds it."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-@torch.library.custom_op("stepahead::rms_norm", mutates_args=())
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., n] normed over n, times weight [n]."""
-    return _rms_norm(x, weight, eps)
-
-
-@torch.library.custom_op("stepahead::add_rms_norm", mutates_args=())
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum) of two [..., n]."""
-    total = x + residual
-    return _rms_norm(total, weight, eps), total
-
-
-@rms_norm.register_fake
-def _(x, weight, eps):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-@add_rms_norm.register_fake
-def _(x, residual, weight, eps):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-
-
-if triton is not None:
-
-    @triton.jit
-    def _norm_kernel(out, total, x, residual, weight, eps, n, WIDTH: tl.constexpr, ADD: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64) * n
-        column = tl.arange(0, WIDTH)
-        inside = column < n
-        value = tl.load(x + row + column, mask=inside, other=0.0)
-        if ADD:
-            value += tl.load(residual + row + column, mask=inside, other=0.0)
-            tl.store(total + row + column, value, mask=inside)
-        wide = value.to(tl.float32)
-        wide *= tl.rsqrt(tl.sum(wide * wide, 0) / n + eps)
-        scaled = wide.to(value.dtype) * tl.load(weight + column, mask=inside, other=0.0)
-        tl.store(out + row + column, scaled, mask=inside)
-
-    def _launch(x, residual, weight, eps):
-        x = x.contiguous()
-        out, n = torch.empty_like(x), x.shape[-1]
-        total = torch.empty_like(x) if residual is not None else out
-        _norm_kernel[(x.numel() // n,)](
-            out,
-            total,
-            x,
-            x if residual is None else residual.contiguous(),
-            weight,
-            eps,
-            n,
-            WIDTH=triton.next_power_of_2(n),
-            ADD=residual is not None,
-            num_warps=8 if n > 2048 else 4,
-        )
-        return out, total
-
-    @rms_norm.register_kernel("cuda")
-    def _(x, weight, eps):
-        return _launch(x, None, weight, eps)[0]
-
-    @add_rms_norm.register_kernel("cuda")
-    def _(x, residual, weight, eps):
-        return _launch(x, residual, weight, eps)
 
 
 # The compiler pass
 
 
 class FusionPass(CustomGraphPass):
-    """Merges equal calls, then residual additions into the norms after them."""
+    """Merges equal calls, then residual additions into the norms after them, and these into projections."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         merge_equal_calls(graph)
         merge_additions(graph)
+        defer_norms(graph)
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
@@ -282,4 +206,55 @@ def _is_addition(node: Any) -> bool:
         and v.shape == node.meta["val"].shape
         and v.dtype == node.meta["val"].dtype
         for v in values
+    )
+
+
+def defer_norms(graph: torch.fx.Graph) -> int:
+    """A norm between projections becomes a part of both (`project_add`, `project`); returns how many."""
+    project = torch.ops.stepahead.project.default
+    deferred = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not torch.ops.stepahead.add_rms_norm.default:
+            continue
+        *added, weight, eps = node.args
+        before = next((arg for arg in added if _is_plain_projection(arg) and len(arg.users) == 1), None)
+        parts: dict[int, torch.fx.Node] = {part.args[1]: part for part in node.users}
+        readers = [*parts[0].users] if 0 in parts else []
+        if before is None or not readers or not all(
+            reader.target is project and reader.args[0] is parts[0] and reader.args[2] is None
+            for reader in readers
+        ):
+            continue
+        x, matrix = before.args[:2]
+        outputs, inputs = matrix.meta["val"].shape
+        if not can_defer_norm(inputs, outputs, matrix.meta["val"].dtype):
+            continue
+        residual = added[1] if before is added[0] else added[0]
+        with graph.inserting_before(node):
+            three = graph.call_function(
+                torch.ops.stepahead.project_add.default, (x, matrix, residual, weight, eps), {}
+            )
+            value = node.meta["val"][0]
+            squares = value.new_empty(*value.shape[:-1], outputs // PART, dtype=torch.float32)
+            three.meta["val"] = (*node.meta["val"], squares)
+            made = [graph.call_function(operator.getitem, (three, i)) for i in range(3)]
+        for part, val in zip(made, three.meta["val"], strict=True):
+            part.meta["val"] = val
+        for reader in readers:
+            reader.args = (made[0], reader.args[1], made[2], eps, reader.args[4])
+            reader.meta.pop("eager_input_vals", None)  # of the arguments that it had
+        for i, part in parts.items():
+            part.replace_all_uses_with(made[i])
+            graph.erase_node(part)
+        graph.erase_node(node)
+        deferred += 1
+    return deferred
+
+
+def _is_plain_projection(node: Any) -> bool:
+    return (
+        isinstance(node, torch.fx.Node)
+        and node.target is torch.ops.stepahead.project.default
+        and node.args[2] is None
+        and not node.args[4]
     )

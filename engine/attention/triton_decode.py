@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.triton_tiles import TileConfig, fold_tiles, score_factors
+from engine.triton_launch import await_previous_kernel, dependent_launch, launch_options
 
 MIN_SPLIT = 256
 """Tokens below which a further split costs more (in merging) than it gains."""
@@ -64,9 +65,11 @@ def _decode_kernel(
     PADDED_GROUP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MERGE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     head = tl.program_id(0)
     unit = tl.program_id(1)
+    await_previous_kernel(DEPENDENT)
 
     # Units of work are numbered sequence by sequence, split by split; find the one that is ours.
     sequences = tl.arange(0, PADDED_SEQUENCES)
@@ -274,6 +277,7 @@ def decode(
         raise ValueError(f"decode scratch is too small for {num_decodes} x {heads} heads of {head_dim}")
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     inner, outer = score_factors(scale, softcap)
+    dependent = dependent_launch(query.device)
     _decode_kernel[(kv_heads, units)](
         out,
         query,
@@ -307,6 +311,8 @@ def decode(
         PADDED_GROUP=padded_group,
         PADDED_DIM=padded_dim,
         MERGE=max(1, min(16, 8192 // (padded_group * padded_dim))),
+        DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(dependent),
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.rotary import Rotary
+from engine.triton_launch import await_previous_kernel, dependent_launch, launch_options
 
 MAX_HEADS = 8
 """Of one program: more would make too few programs of a small batch."""
@@ -92,7 +93,9 @@ def _rotary_kernel(
     NORM: tl.constexpr,
     HEADS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_previous_kernel(DEPENDENT)
     # A program takes HEADS heads of one token: of its queries, its keys or its values.
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * HEADS
@@ -138,6 +141,7 @@ def rotate_and_write(
     per_program = math.gcd(heads, kv_heads, MAX_HEADS)  # a power of 2
     padded_half = triton.next_power_of_2(head_dim // 2)
     normed = rotary.query_norm is not None
+    dependent = dependent_launch(query.device)
     _rotary_kernel[(tokens, (heads + 2 * kv_heads) // per_program)](
         out,
         query,
@@ -164,7 +168,9 @@ def rotate_and_write(
         NORM=normed,
         HEADS=per_program,
         PADDED_HALF=padded_half,
+        DEPENDENT=dependent,
         # Threads that move 16 bytes of half a head at a time, in half precision.
         num_warps=max(1, min(8, per_program * padded_half // 256)),
+        **launch_options(dependent),
     )
     return out

@@ -1,0 +1,42 @@
+"""Programmatic dependent launch: a kernel gets ready while the one before it still runs.
+
+On Hopper and later a kernel launched so takes its place on multiprocessors as soon as these are free,
+and waits there for the memory of the kernel before it; so launches of a captured graph follow each
+other without a gap. Whatever a kernel reads or writes comes after `await_previous_kernel`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+if hasattr(tl.extra, "cuda"):
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def await_previous_kernel(DEPENDENT: tl.constexpr):
+    """Let the kernel after this one get ready, and wait for the one before it."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on `device` are to be launched with DEPENDENT and `launch_options`."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and not triton.knobs.runtime.interpret
+    )
+
+
+def launch_options(dependent: bool) -> dict[str, bool]:
+    """The option of a launch that makes it a dependent one."""
+    return {"launch_pdl": True} if dependent else {}
