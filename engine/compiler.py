@@ -17,8 +17,8 @@ from engine.fusion import FusionPass, fuse_norms, fuse_projections
 from engine.probe import LayerSpec
 
 OPERATIONS = ("paged_attention", "project", "project_add", "rms_norm", "add_rms_norm")
-"""To be called as they are. Said before, since a compiler that meets a new one late in a model spells out, for
-its log, all that leads there, which doubles with each layer."""
+"""To be called as they are. Said before, since a compiler that meets a new one late in a model spells out,
+for its log, all that leads there, which doubles with each layer."""
 
 
 def compile_model(model: PreTrainedModel, layers: list[LayerSpec]) -> Any:
@@ -45,5 +45,5 @@ def compile_model(model: PreTrainedModel, layers: list[LayerSpec]) -> Any:
     # Each would trace the model a second time: numbers of modules as inputs, and sizes taken for equal
     # because they were so in the first step.
     torch._dynamo.config.specialize_float = True
-    torch.fx.experimental._config.use_duck_shape = False  # type: ignore[attr-defined]
+    torch.fx.experimental._config.use_duck_shape = False
     return torch.compile(model, fullgraph=True, dynamic=True)

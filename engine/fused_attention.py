@@ -55,7 +55,8 @@ class FusedAttention(nn.Module):
         self.layer_idx = layer_idx
         self.heads = [layer.heads, layer.kv_heads, layer.kv_heads]
         self.head_dim = layer.head_dim
-        self.weight, self.bias = projection.weight, projection.bias
+        self.weight = projection.weight
+        self.bias: nn.Parameter | None = projection.bias
         self.o_proj = o_proj
         self.query_norm, self.key_norm, self.eps = query_norm, key_norm, eps
 
@@ -77,7 +78,7 @@ class FusedAttention(nn.Module):
         rotary = Rotary(*position_embeddings, self.query_norm, self.key_norm, self.eps)
         out = pages.attend(self.layer_idx, query, key, value, rotary)
         out = out.flatten(1)[None]
-        if type(self.o_proj) is nn.Linear and self.o_proj.bias is None:
+        if type(self.o_proj) is nn.Linear and getattr(self.o_proj, "bias", None) is None:
             return project(out, self.o_proj.weight, None, 0.0, False), None
         return self.o_proj(out), None
 

@@ -18,7 +18,7 @@ from engine.projection import project
 class FusedMLP(nn.Module):
     """W2 (SiLU(W x) * V x) (Shazeer, "GLU variants improve transformer", 2020)."""
 
-    def __init__(self, gates: nn.Parameter, down: nn.Parameter) -> None:
+    def __init__(self, gates: nn.Parameter, down: torch.Tensor) -> None:
         """`gates` [2n, m]: W, and V below it. `down` [m, n]: W2."""
         super().__init__()
         self.gates, self.down = gates, down
@@ -49,7 +49,7 @@ def _candidate(module: nn.Module) -> FusedMLP | None:
     down: Any = getattr(module, "down_proj", None)
     if type(joined) not in (nn.Linear, Slice) or type(down) is not nn.Linear:
         return None
-    if joined.bias is not None or down.bias is not None:
+    if any(getattr(each, "bias", None) is not None for each in (joined, down)):
         return None
     gates = joined.weight
     if gates.shape != (2 * down.in_features, down.out_features):

@@ -116,7 +116,9 @@ def _is_rms_norm(module: nn.Module, weight: nn.Parameter, eps: float) -> bool:
     with torch.no_grad():
         # Drawn or fresh weights may all be 1, which says nothing.
         weight.copy_(torch.rand(len(weight), generator=generator) + 0.5)
-        same = torch.allclose(module(x).float(), reference_rms_norm(x, weight, eps).float(), rtol=2e-2, atol=1e-3)
+        same = torch.allclose(
+            module(x).float(), reference_rms_norm(x, weight, eps).float(), rtol=2e-2, atol=1e-3
+        )
         weight.copy_(kept)
     return same
 
@@ -220,9 +222,13 @@ def defer_norms(graph: torch.fx.Graph) -> int:
         before = next((arg for arg in added if _is_plain_projection(arg) and len(arg.users) == 1), None)
         parts: dict[int, torch.fx.Node] = {part.args[1]: part for part in node.users}
         readers = [*parts[0].users] if 0 in parts else []
-        if before is None or not readers or not all(
-            reader.target is project and reader.args[0] is parts[0] and reader.args[2] is None
-            for reader in readers
+        if (
+            before is None
+            or not readers
+            or not all(
+                reader.target is project and reader.args[0] is parts[0] and reader.args[2] is None
+                for reader in readers
+            )
         ):
             continue
         x, matrix = before.args[:2]

@@ -125,7 +125,9 @@ def _projection_kernel(
                 summed = (made.to(dtype) + added).to(dtype)
                 tl.store(total + place, summed, mask=inside[:, None])
                 wide = summed.to(tl.float32)
-                tl.store(squares + row * tl.num_programs(0) // SPLIT + tile, tl.sum(wide * wide, 1), mask=inside)
+                tl.store(
+                    squares + row * tl.num_programs(0) // SPLIT + tile, tl.sum(wide * wide, 1), mask=inside
+                )
                 made = wide * tl.load(norm_weight + made_column).to(tl.float32)[None, :]
             tl.store(out + place, made.to(dtype), mask=inside[:, None])
 
