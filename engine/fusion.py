@@ -136,8 +136,10 @@ class FusionPass(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Names this version of the pass in the compiler's cache on disk."""
-        return hashlib.sha256(Path(__file__).read_bytes()).digest()
+        """Names this version of the pass, and of what else decides here, in the compiler's cache on disk."""
+        folder = Path(__file__).parent
+        sources = [(folder / name).read_bytes() for name in ("fusion.py", "compiler.py", "projection.py")]
+        return hashlib.sha256(b"".join(sources)).digest()
 
 
 _VIEWS = {
