@@ -170,7 +170,7 @@ class Balancer:
             uncached = np.empty_like(load)
             uncached.fill(tokens)
             for bits, n in found:
-                uncached[_indices(bits)] -= n
+                uncached -= n * _ones(bits, len(load))
             if session and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
                 uncached[last] = 0
             for name in avoid:
@@ -253,9 +253,7 @@ class Balancer:
         return load
 
 
-def _indices(bits: int) -> list[int] | npt.NDArray[np.intp]:
-    """Where `bits` has ones."""
-    if bits.bit_count() == 1:
-        return [bits.bit_length() - 1]
-    packed = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+def _ones(bits: int, length: int) -> npt.NDArray[np.float32]:
+    """`bits`, the lowest first, as numbers."""
+    packed = np.frombuffer(bits.to_bytes(length // 8 + 1, "little"), np.uint8)
+    return np.unpackbits(packed, count=length, bitorder="little").view(np.bool_).astype(np.float32)
