@@ -95,10 +95,10 @@ def test_exactly_the_kept_tokens_are_drawn() -> None:
     assert sorted(set(got.tolist())) == wanted.tolist()
 
 
-@settings(max_examples=5 if INTERPRETED else 200)
+@settings(max_examples=3 if INTERPRETED else 200)
 @given(
     logits=st.lists(
-        st.sampled_from([0.0, -0.0, 1.0, 1.0078125, -1.0, 3.5, -3e38, 3e38, 1e-38, -1e-38, -torch.inf]),
+        st.sampled_from([0.0, -0.0, 1.0, 1.0078125, -1.0, 3.5, -3e37, 3e37, 1e-38, -1e-38, -torch.inf]),
         min_size=1,
         max_size=120,
     ).filter(lambda values: max(values) > -torch.inf),
