@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,13 +171,14 @@ class Phases:
         for kind, process in processes():
             pids.setdefault(kind, process.pid)
         urls, seconds = self.fleet.urls(self.args.ingress), 6.0
+        spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
         self.args.flame.mkdir(parents=True, exist_ok=True)
         async with self.load(self.chats(self.args.replicas[-1]), urls, seconds + 1):
             recording = []
             for kind in ("router", "replica"):
                 path = self.args.flame / f"{self.args.name}-{self.shape}-{kind}.svg"
                 command = [
-                    "py-spy",
+                    spy,
                     "record",
                     "-p",
                     str(pids[kind]),
