@@ -107,6 +107,15 @@ def test_clients_that_came_once_are_forgotten() -> None:
     assert len(queue._classes[0].turns) < 1000
 
 
+def test_no_client_that_waits_is_forgotten() -> None:
+    queue = WaitingQueue()
+    sent = [request(str(i % 100)) for i in range(200)]
+    for each in sent:
+        queue.add(each)
+    assert sent[0].account is sent[100].account
+    assert set(map(id, queue)) == set(map(id, sent))
+
+
 def model_next(waiting: list[Request]) -> set[int]:
     """Straight from the definition: who may be first, by identity."""
     best = min(each.priority for each in waiting)
