@@ -76,6 +76,7 @@ def end(applications: list[str]) -> None:
 
     Serve's own way ends its proxies first, which cuts every stream.
     """
+    signal.alarm(0)  # Ray's handler of SIGTERM has set one, to abort after three seconds
     if not ray.is_initialized():
         return
     for name in applications:
