@@ -62,7 +62,9 @@ def choose(uncached: Tokens, load: Tokens, rng: random.Random) -> int:
     equals = np.flatnonzero((score <= score[best] + SLACK) & (uncached == uncached[best]))
     if len(equals) == 1:
         return int(best)
-    one, other = (int(equals[int(rng.random() * len(equals))]) for _ in range(2))
+    first = int(rng.random() * len(equals))
+    second = (first + 1 + int(rng.random() * (len(equals) - 1))) % len(equals)
+    one, other = int(equals[first]), int(equals[second])
     return one if load[one] <= load[other] else other
 
 

@@ -1,0 +1,132 @@
+"""The choice inside Ray Serve's own routing: its tasks, queues and retries, with replicas that only count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
+
+from deployments.balancer import Balancer
+from deployments.prefix_index import BLOCK
+from deployments.routing import TokenRouter, balancer_of, key_of
+from deployments.submission import SchedulingParams, Submission
+from deployments.tape import Address
+from engine.request import SamplingParams
+
+ROUTER = Address("router", "127.0.0.1", 1, b"secret")
+
+
+class Replica:
+    """What Serve's routing needs of a replica."""
+
+    max_ongoing_requests = 100
+    node_id = availability_zone = None
+
+    def __init__(self, deployment: DeploymentID, name: str) -> None:
+        self.replica_id = ReplicaID(name, deployment)
+        self.ongoing = 0
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return self.ongoing
+
+
+class World:
+    def __init__(self, router: TokenRouter, replicas: dict[str, Replica]) -> None:
+        self.router = router
+        self.replicas = replicas
+        self.balancer: Balancer = balancer_of(router._deployment_id)
+
+    async def send(self, argument: Any, id: str = "one HTTP request") -> str:
+        """Where Serve's routing puts a call."""
+        metadata = RequestMetadata(request_id=id, internal_request_id=id)
+        pending = PendingRequest(args=[argument], kwargs={}, metadata=metadata)
+        async with asyncio.timeout(20):
+            replica: Any = await self.router._choose_replica_for_request(pending)
+        name: str = replica.replica_id.unique_id
+        self.router.on_request_routed(pending, replica.replica_id, None)  # type: ignore[arg-type]
+        return name
+
+
+@pytest_asyncio.fixture
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    deployment = DeploymentID(name=request.node.name, app_name="app")
+    router = TokenRouter(  # type: ignore[no-untyped-call]
+        deployment, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True
+    )
+    router.initialize_state(session_affinity=True)
+    replicas = {name: Replica(deployment, name) for name in "abc"}
+    router.update_replicas(list(replicas.values()))  # type: ignore[arg-type]
+    yield World(router, replicas)
+
+
+def submission(number: int, text: int = 0, tokens: int = 10 * BLOCK, **more: Any) -> Submission:
+    return Submission("demo", ROUTER, number, 0, [text] * tokens, SamplingParams(), **more)
+
+
+async def test_choices_of_one_http_request_are_routed_apart_from_each_other_and_to_one_replica(
+    world: World,
+) -> None:
+    names = await asyncio.gather(*(world.send(submission(number)) for number in range(8)))
+    assert len(set(names)) == 1
+    others = await asyncio.gather(*(world.send(submission(100 + n, text=1 + n)) for n in range(2)))
+    assert set(names) | set(others) == set("abc")
+
+
+async def test_resumed_tokens_belong_to_the_prefix_and_models_are_kept_apart(world: World) -> None:
+    long = submission(1, tokens=40 * BLOCK)
+    name = await world.send(long)
+    world.balancer.finished(key_of(long))
+    resumed = Submission(
+        "demo", ROUTER, 2, 1, long.prompt[: 20 * BLOCK], long.sampling, generated=long.prompt[20 * BLOCK :]
+    )
+    assert resumed.prefix() == long.prefix()
+    assert await world.send(resumed) == name
+    salted = SchedulingParams(cache_salt=b"mine")
+    assert not set(submission(3, scheduling=salted).prefix()) & set(long.prefix())
+    assert not set(Submission("other", ROUTER, 3, 0, long.prompt, long.sampling).prefix()) & set(
+        long.prefix()
+    )
+
+
+async def test_sessions_and_replicas_to_avoid_reach_the_balancer(world: World) -> None:
+    names = set()
+    for number in range(8):
+        of_ann = submission(number, text=number, scheduling=SchedulingParams(session="ann"))
+        names.add(await world.send(of_ann))
+        world.balancer.finished(key_of(of_ann))
+    assert len(names) == 1
+    assert await world.send(submission(9, 1, avoid=tuple(names))) not in names
+
+
+async def test_other_calls_go_anywhere_and_are_no_load(world: World) -> None:
+    names = Counter([await world.send("demo", str(number)) for number in range(60)])
+    assert set(names) == set("abc")
+    assert world.balancer.loads() == dict.fromkeys("abc", 0)
+
+
+async def test_a_full_replica_is_passed_over(world: World) -> None:
+    name = await world.send(submission(1))
+    world.replicas[name].ongoing = 100
+    world.router.on_new_queue_len_info(world.replicas[name].replica_id, 100)
+    elsewhere = await world.send(submission(2))
+    assert elsewhere != name
+    assert world.balancer.loads()[elsewhere] > 0
+
+
+async def test_replicas_that_die_or_leave_take_nothing_more(world: World) -> None:
+    seen: list[frozenset[str]] = []
+    world.balancer.on_replicas(seen.append)
+    name = await world.send(submission(1))
+    world.router.on_replica_actor_died(world.replicas.pop(name).replica_id)
+    second = await world.send(submission(2))
+    assert second != name
+    world.replicas.pop(second)
+    world.router.update_replicas(list(world.replicas.values()))  # type: ignore[arg-type]
+    assert await world.send(submission(3)) in world.replicas
+    assert [len(each) for each in seen] == [2, 1]
