@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from math import ceil
+from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -44,6 +45,12 @@ from deployments.text import Tokenizer
 from engine.detokenizer import Detokenizer
 from engine.request import FinishReason
 
+Timelines: TypeAlias = Callable[[int], Awaitable[dict[str, list[dict[str, Any]]]]]
+"""Gives the events of the last so many steps, by replica."""
+
+MOST_STEPS = 2048
+"""An engine keeps no more."""
+
 RETRY_AFTER = "1"
 """Seconds, where the engine that refuses has not measured how long it will take."""
 
@@ -76,8 +83,10 @@ class Api:
         keys: frozenset[bytes] | None = None,
         max_sequences: int = MAX_CHOICES,
         telemetry: Telemetry | None = None,
+        timelines: Timelines | None = None,
     ) -> None:
         """`max_sequences`: what the queue of an engine holds; a request for more can never be served."""
+        self._timelines = timelines
         self._telemetry = telemetry
         self._model = model
         self._tokenizer = tokenizer
@@ -95,6 +104,8 @@ class Api:
         app.add_api_route("/v1/models", self.list_models, methods=["GET"])
         app.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"])
         app.add_api_route("/health", self.health, methods=["GET"])
+        if self._timelines is not None:
+            app.add_api_route("/debug/timeline", self.timeline, methods=["GET"])
         if self._keys is not None:
             app.add_middleware(KeyGuard, keys=self._keys)
         if self._telemetry is not None:
@@ -122,6 +133,24 @@ class Api:
     async def health(self) -> Response:
         await self._check_health()
         return Response()
+
+    async def timeline(self, http: Request) -> Response:
+        """A Chrome trace of the last `steps` steps, of the engine `replica` or of all."""
+        assert self._timelines is not None
+        steps, wanted = http.query_params.get("steps", "200"), http.query_params.get("replica")
+        if not (steps.isdecimal() and 0 < int(steps) <= MOST_STEPS):
+            raise ApiError(400, f"steps must be from 1 to {MOST_STEPS}", param="steps", code="invalid_value")
+        found = await self._timelines(int(steps))
+        if wanted is not None and wanted not in found:
+            names = ", ".join(sorted(found)) or "none answers"
+            raise ApiError(404, f"no replica {wanted!r}: {names}", param="replica", code="not_found")
+        events = [
+            event | {"pid": pid}
+            for pid, (name, each) in enumerate(sorted(found.items()), 1)
+            if wanted in (None, name)
+            for event in each
+        ]
+        return _json(msgspec.json.encode({"traceEvents": events}))
 
     def _check(self, model: str) -> None:
         if model != self._model:

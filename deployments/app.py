@@ -56,6 +56,7 @@ def build(args: Settings) -> Application:
         room,
         args.api_keys,
         config.context_length,
+        args.telemetry,
     )
 
 

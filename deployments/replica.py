@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 from ray import serve
 
@@ -13,11 +14,14 @@ from deployments.autoscaling import replica_stats
 from deployments.execution import Executor
 from deployments.exporter import Exporter
 from deployments.gpu import own_gpu
+from deployments.logs import join_serve_logs
 from deployments.metrics import ServeRecorder
 from deployments.settings import TelemetrySettings
 from deployments.submission import Refusal, Submission
+from deployments.tracing import otlp_provider, tracer_to
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine, EngineStats
+from engine.overlap import trace_events
 
 
 class EngineReplica:
@@ -28,6 +32,7 @@ class EngineReplica:
     ) -> None:
         if config.device == "cuda":
             pin_to_gpu(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        join_serve_logs()
         model = await asyncio.to_thread(demo_model.resolve, config.model)
         threads = config.cpu_threads
         if threads is None and config.device == "cpu":  # Ray has set OMP_NUM_THREADS to its `num_cpus`
@@ -35,7 +40,9 @@ class EngineReplica:
         self._engine = AsyncEngine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
         name = serve.get_replica_context().replica_id.unique_id
-        self._executor = Executor(self._engine, name, config.model)
+        tracer = tracer_to(otlp_provider("EngineReplica") if telemetry.tracing else None)
+        self._executor = Executor(self._engine, name, config.model, tracer)
+        self._name = name
         self._model = config.model
         self._rows, self._step_tokens = config.max_running_requests, config.max_tokens_per_step
         gpu = own_gpu(self._engine.gpu_uuid) if self._engine.gpu_uuid else None
@@ -62,6 +69,11 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve asks every few seconds, and gives the means to `TokenPolicy`."""
         return replica_stats(self._executor.load(), self._rows, self._step_tokens)
+
+    async def timeline(self, steps: int) -> tuple[str, list[dict[str, Any]]]:
+        """The name of this replica, and what it did in its last steps as events of a Chrome trace."""
+        recording = self._engine.timeline.recent(steps)
+        return self._name, trace_events(recording, f"EngineReplica {self._name}")
 
     async def check_health(self) -> None:
         """Ray Serve replaces a replica whose check raises."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from fastapi import FastAPI
@@ -17,17 +17,22 @@ from deployments import demo_model
 from deployments.api import Api
 from deployments.api_keys import read_keys
 from deployments.generation import Dispatcher
+from deployments.logs import join_serve_logs
 from deployments.metrics import ServeRecorder
 from deployments.protocol import ApiError
 from deployments.routing import balancer_of, key_of
+from deployments.settings import TelemetrySettings
 from deployments.submission import Refusal, Submission
 from deployments.telemetry import Telemetry
 from deployments.text import Tokenizer
+from deployments.tracing import otlp_provider, tracer_to
 
 if TYPE_CHECKING:
     from deployments.replica import EngineReplica  # imports torch, which a Router does without
 
 logger = logging.getLogger(__name__)
+
+QUIET = TelemetrySettings()
 
 ANSWER_TIMEOUT = 10.0
 """Seconds in which an engine answers a question about itself."""
@@ -44,7 +49,9 @@ class Router:
         max_sequences: int,
         api_keys: str | None = None,
         context_length: int | None = None,
+        tells: TelemetrySettings = QUIET,
     ) -> None:
+        join_serve_logs()
         keys = read_keys(Path(api_keys)) if api_keys else None
         self._model = model
         self._engines = engines
@@ -52,7 +59,8 @@ class Router:
         self._moving: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
         self._balancer.on_replicas(lambda names: loop.call_soon_threadsafe(self._move, names))
-        telemetry = Telemetry(ServeRecorder(), model)
+        tracer = tracer_to(otlp_provider("Router") if tells.tracing else None)
+        telemetry = Telemetry(ServeRecorder(), model, tracer)
         self._balancer.on_choice = telemetry.decided
         dispatcher = Dispatcher(self._submit, model, self._balancer.observe, telemetry.watch)
         self._dispatcher = dispatcher
@@ -61,7 +69,16 @@ class Router:
         found = await self._context_length()
         path = await asyncio.to_thread(demo_model.resolve, model)
         tokenizer = await asyncio.to_thread(Tokenizer, path, context_length or found, trust_remote_code)
-        self._api = Api(model, tokenizer, dispatcher, self._check_engines, keys, max_sequences, telemetry)
+        self._api = Api(
+            model,
+            tokenizer,
+            dispatcher,
+            self._check_engines,
+            keys,
+            max_sequences,
+            telemetry,
+            self._timelines if tells.timeline else None,
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()
@@ -116,6 +133,12 @@ class Router:
             return
         if any(isinstance(each, int) for each in found):
             self._dispatcher.keep(replicas)
+
+    async def _timelines(self, steps: int) -> dict[str, list[dict[str, Any]]]:
+        """Events of the last steps, by replica; of those that answer."""
+        asked = self._engines.broadcast("timeline", steps)
+        found = await asked.results_async(timeout_s=ANSWER_TIMEOUT, return_exceptions=True)
+        return dict(each for each in found if not isinstance(each, BaseException))
 
     async def _check_engines(self) -> None:
         try:

@@ -24,6 +24,10 @@ class TelemetrySettings(BaseModel):
 
     gpu_cost_per_hour: Annotated[float, Field(gt=0)] | None = None
     """Price of an hour of one GPU, in any currency; gives the metric of the cost of a million tokens."""
+    timeline: bool = False
+    """Routers answer GET /debug/timeline with a trace of the last steps of the engines."""
+    tracing: bool = False
+    """Send spans by OTLP to where the OTEL_EXPORTER_OTLP_* variables say; needs `stepahead[tracing]`."""
 
 
 class AutoscalingSettings(BaseModel):

@@ -150,7 +150,8 @@ def trace_events(recording: Recording, name: str, pid: int = 1) -> list[dict[str
     ]
     events += [event("host", span.phase, span.begin, span.end, step=span.step) for span in recording.spans]
     steps = recording.steps
-    for each, uploaded, begin, end, downloaded in zip(steps, *align(steps), strict=True):
+    lanes = (times.tolist() for times in align(steps))
+    for each, uploaded, begin, end, downloaded in zip(steps, *lanes, strict=True):
         what = {"step": each.step, "requests": each.requests, "tokens": each.tokens}
         events += [
             event("H2D", f"upload {each.step}", each.timing.prepared, uploaded, **what),

@@ -139,7 +139,9 @@ def test_nothing_recorded_is_said() -> None:
 
 def test_a_trace_has_a_track_for_each_lane_and_one_for_the_host() -> None:
     recording = asynchronous(6)
-    events = json.loads(json.dumps(trace_events(recording, "replica 1", pid=7)))
+    events = trace_events(recording, "replica 1", pid=7)
+    assert all(type(e["ts"]) is type(e["dur"]) is float for e in events if e["ph"] == "X"), "no numpy"
+    events = json.loads(json.dumps(events))
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [names[i] for i in range(4)] == list(LANES)
     assert {e["pid"] for e in events} == {7}

@@ -196,3 +196,34 @@ def test_spans_leave_by_otlp_where_that_is_installed() -> None:
     assert isinstance(provider, TracerProvider)
     assert provider.resource.attributes["service.name"] == "router"
     provider.shutdown()
+
+
+async def test_the_timeline_of_one_replica_or_of_all(tokenizer: Tokenizer) -> None:
+    asked: list[int] = []
+
+    async def timelines(steps: int) -> dict[str, list[dict[str, Any]]]:
+        asked.append(steps)
+        return {name: [{"name": f"of {name}", "pid": 1}] for name in ("b", "a")}
+
+    async def well() -> None:
+        pass
+
+    dispatcher = Dispatcher(Executor(MemoryEngine(), "r1", "demo").run, "demo")
+    for given, there in ((timelines, True), (None, False)):
+        app = Api("demo", tokenizer, dispatcher, well, timelines=given).app()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            answer = await http.get("/debug/timeline")
+            assert answer.status_code == (200 if there else 404), "off unless enabled"
+            if not there:
+                continue
+            events = answer.json()["traceEvents"]
+            assert [(event["name"], event["pid"]) for event in events] == [("of a", 1), ("of b", 2)]
+            one = (await http.get("/debug/timeline?replica=b&steps=7")).json()["traceEvents"]
+            assert one == [{"name": "of b", "pid": 2}]
+            assert asked == [200, 7]
+            missing = await http.get("/debug/timeline?replica=c")
+            assert missing.status_code == 404
+            assert "'c': a, b" in missing.json()["error"]["message"]
+            for steps in ("0", "-1", "x", "2049"):
+                assert (await http.get("/debug/timeline", params={"steps": steps})).status_code == 400
