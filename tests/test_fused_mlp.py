@@ -85,6 +85,8 @@ def test_compiled_in_half_precision_on_a_gpu(architecture: str, tmp_path: Path) 
         paged = PagedSteps(model, num_blocks=160)
         texts = [paged.add(list(range(n, n + 3 + n % 5))) for n in range(1, rows + 1)]
         paged.step([(text, len(text.tokens)) for text in texts])
+        for n, text in enumerate(texts):  # where two tokens are as likely, rounding decides: not to be compared
+            text.tokens[-1] = n
         return paged.step([(text, 1) for text in texts])
 
     device = torch.device("cuda")
@@ -94,7 +96,9 @@ def test_compiled_in_half_precision_on_a_gpu(architecture: str, tmp_path: Path) 
     assert sum(isinstance(module, FusedMLP) for module in model.model.modules()) == LAYERS
     for rows, want in wanted.items():
         got = logits(model, rows)
-        assert (got.float() - want.float()).norm() < 0.03 * want.float().norm()
+        # Of each text. One that follows another's tokens would be at 1.4.
+        errors = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
+        assert errors.max() < 0.15
 
 
 class Chain(torch.nn.Module):
