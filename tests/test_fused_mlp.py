@@ -85,7 +85,7 @@ def test_compiled_in_half_precision_on_a_gpu(architecture: str, tmp_path: Path) 
         paged = PagedSteps(model, num_blocks=160)
         texts = [paged.add(list(range(n, n + 3 + n % 5))) for n in range(1, rows + 1)]
         paged.step([(text, len(text.tokens)) for text in texts])
-        for n, text in enumerate(texts):  # where two tokens are as likely, rounding decides: not to be compared
+        for n, text in enumerate(texts):  # where two tokens are as likely, rounding decides
             text.tokens[-1] = n
         return paged.step([(text, 1) for text in texts])
 
