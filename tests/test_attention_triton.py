@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, which conftest
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1", allow_module_level=True)
 
+from engine.attention import triton_prefill  # noqa: E402
 from engine.attention.triton_backend import TritonAttention  # noqa: E402
 from engine.attention.triton_decode import decode  # noqa: E402
 from engine.attention.triton_prefill import prefill  # noqa: E402
@@ -120,6 +122,34 @@ def test_more_splits_than_one_merge_takes() -> None:
 def test_prefill_alone_and_decode_alone() -> None:
     check(small_step([(33, 33), (1, 1), (70, 6)], num_decodes=0, device=DEVICE))
     check(small_step([(33, 1), (1, 1), (70, 1)], num_decodes=3, device=DEVICE))
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("programs", "splits"), [(40, 4), (1000, 16)])
+def test_a_chunk_behind_a_context_that_is_split(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, programs: int, splits: int
+) -> None:
+    """Also into more splits than some have tiles, and with rows that see nothing of the last of them."""
+    seen: set[int] = set()
+    run_kernel, argument = triton_prefill._prefill_kernel, triton_prefill._prefill_kernel.arg_names.index
+    split_argument = argument("splits")
+
+    class Noting:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                seen.add(args[split_argument])
+                return run_kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(triton_prefill, "_prefill_kernel", Noting())
+    monkeypatch.setattr(triton_prefill, "MIN_SPLIT", 16)
+    step = small_step([(290, 1), (600, 40), (9, 9)], num_decodes=1, window=window, device=DEVICE)
+    attention = backend(step, programs=programs)
+    for _ in range(2):
+        step.check(run(attention, step), atol=TOLERANCE[torch.float32])
+        assert not attention.scratch.arrivals.any()
+    assert seen == {splits}
 
 
 def test_a_decode_gives_the_same_as_a_prefill_of_one_token() -> None:

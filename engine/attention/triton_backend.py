@@ -84,6 +84,8 @@ def paged_attention(
             scale=scale,
             window=window,
             softcap=softcap,
+            arrivals=arrivals,
+            programs=programs,
         )
     return out
 

@@ -216,7 +216,7 @@ class DecodeScratch:
     partial_lse: torch.Tensor
     """float32 [n // head_dim]: the logarithm, in base 2, of the splits' sums."""
     arrivals: torch.Tensor
-    """int32 [sequences * kv_heads]: splits arrived; 0 between launches."""
+    """int32, sequences * kv_heads of them at least: splits arrived; 0 between launches."""
     programs: int
     """Programs to aim for when counting splits."""
 
@@ -228,7 +228,8 @@ class DecodeScratch:
         return cls(
             partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
-            arrivals=torch.zeros(max_sequences * kv_heads, dtype=torch.int32, device=device),
+            # No fewer than are worth it for the few chunks of a prefill.
+            arrivals=torch.zeros(max(max_sequences * kv_heads, programs), dtype=torch.int32, device=device),
             programs=programs,
         )
 

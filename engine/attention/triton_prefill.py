@@ -1,4 +1,8 @@
-"""Prefill: chunks of many query tokens against the paged cache, in which the chunk itself already is."""
+"""Prefill: chunks of many query tokens against the paged cache, in which the chunk itself already is.
+
+A short chunk behind a long context makes few programs, each with a long way to go. Then the context is
+split over several of them, and the one that finishes last merges what they found.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -11,8 +15,12 @@ import triton.language as tl
 
 from engine.attention.triton_tiles import TileConfig, fold_tiles, score_factors
 
+MAX_SPLITS = 16
+MIN_SPLIT = 1024
+"""Tokens of context below which a further split costs more (in merging) than it gains."""
 
-@triton.jit(do_not_specialize=["first_sequence", "table_row", "window"])
+
+@triton.jit(do_not_specialize=["first_sequence", "table_row", "window", "splits"])
 def _prefill_kernel(
     out,
     query,
@@ -22,7 +30,11 @@ def _prefill_kernel(
     query_len,
     context_len,
     block_tables,
+    partial,
+    partial_sums,
+    arrivals,
     first_sequence,
+    splits,
     window,
     inner,
     outer,
@@ -46,7 +58,8 @@ def _prefill_kernel(
     # A row is one (token, query head of the group): a group's heads share every tile that is read.
     TOKENS: tl.constexpr = ROWS // GROUP
     head = tl.program_id(1)
-    sequence = first_sequence + tl.program_id(2)
+    sequence = first_sequence + tl.program_id(2) // splits
+    split = tl.program_id(2) % splits
     # Last tokens first: they see most, and would else be the tail that everyone waits for.
     first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
     new = tl.load(query_len + sequence)
@@ -73,6 +86,11 @@ def _prefill_kernel(
     if WINDOW:
         low = tl.maximum(first_position - window + 1, 0)
         first = low // TILE
+    last = tl.cdiv(high, TILE)
+    tiles = last - first
+    last = first + tiles * (split + 1) // splits
+    first += tiles * split // splits
+    diagonal = tl.minimum(tl.maximum(diagonal, first), last)
     total = tl.zeros((ROWS, PADDED_DIM), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_max = tl.full((ROWS,), -1.0e30, tl.float32)
@@ -81,7 +99,8 @@ def _prefill_kernel(
     table = block_tables + sequence.to(tl.int64) * table_row
     if WINDOW:
         # Tiles that the window's edge cuts for some row.
-        edge = tl.minimum(tl.cdiv(tl.maximum(high - window, 0), TILE), diagonal)
+        edge = tl.cdiv(tl.maximum(high - window, 0), TILE)
+        edge = tl.minimum(tl.maximum(edge, first), diagonal)
         total, row_sum, row_max = fold_tiles(
             total,
             row_sum,
@@ -147,7 +166,7 @@ def _prefill_kernel(
         values,
         table,
         diagonal,
-        tl.cdiv(high, TILE),
+        last,
         low,
         high,
         window,
@@ -164,9 +183,47 @@ def _prefill_kernel(
         WINDOW,
         SOFTCAP,
     )
-    total = total / row_sum[:, None]
-    place = ((start + token)[:, None] * (KV_HEADS * GROUP) + row_head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    through = splits > 0
+    if splits > 1:
+        unit = (tl.program_id(2) // splits * KV_HEADS + head) * tl.num_programs(0) + tl.program_id(0)
+        mine = unit.to(tl.int64) * splits
+        stored = partial + row[:, None] * PADDED_DIM + dim[None, :]
+        sums = partial_sums + row
+        tl.store(stored + (mine + split) * (ROWS * PADDED_DIM), total)
+        tl.store(sums + (mine + split) * (2 * ROWS), row_max)
+        tl.store(sums + (mine + split) * (2 * ROWS) + ROWS, row_sum)
+        # The barrier puts every thread's stores before the one thread's release.
+        tl.debug_barrier()
+        through = tl.atomic_add(arrivals + unit, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if through:
+            tl.debug_barrier()
+            total, row_sum = _merge_splits(stored, sums, mine, splits, outer, ROWS, PADDED_DIM)
+            tl.store(arrivals + unit, 0)  # as the next launch expects it
+    if through:
+        total = total / row_sum[:, None]
+        place = (start + token)[:, None] * (KV_HEADS * GROUP) + row_head[:, None]
+        place = place * HEAD_DIM + dim[None, :]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_splits(stored, sums, first, splits, outer, ROWS: tl.constexpr, PADDED_DIM: tl.constexpr):
+    total = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    row_max = tl.full((ROWS,), -1.0e30, tl.float32)
+    for split in range(first, first + splits):
+        # .cg: from L2, where the other programs' stores are; L1 may hold an older launch's.
+        part_max = tl.load(sums + split * (2 * ROWS), cache_modifier=".cg")
+        part_sum = tl.load(sums + split * (2 * ROWS) + ROWS, cache_modifier=".cg")
+        part = tl.load(stored + split * (ROWS * PADDED_DIM), cache_modifier=".cg")
+        new_max = tl.maximum(row_max, part_max)
+        # What a row gathered in a split of which it sees nothing has weight 0 here.
+        shrink = tl.exp2((row_max - new_max) * outer)
+        weight = tl.exp2((part_max - new_max) * outer)
+        row_sum = row_sum * shrink + part_sum * weight
+        total = total * shrink[:, None] + part * weight[:, None]
+        row_max = new_max
+    return total, row_sum
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
@@ -193,17 +250,35 @@ def prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    arrivals: torch.Tensor | None = None,
+    programs: int = 1,
     config: TileConfig | None = None,
 ) -> None:
-    """Fill out (contiguous) at the tokens of the sequences after the first `num_decodes`."""
+    """Fill out (contiguous) at the tokens of the sequences after the first `num_decodes`.
+
+    `arrivals`: int32, 0 between launches; as many programs as it has elements may be split, towards
+    `programs` in all.
+    """
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     config = config or prefill_config(head_dim, query.dtype)
     rows = max(config.rows, triton.next_power_of_2(group))
     inner, outer = score_factors(scale, softcap)
-    grid = (triton.cdiv(max_query_len, rows // group), kv_heads, query_len.shape[0] - num_decodes)
-    _prefill_kernel[grid](
+    chunks = triton.cdiv(max_query_len, rows // group)
+    sequences = query_len.shape[0] - num_decodes
+    units = chunks * kv_heads * sequences
+    splits = 1
+    if arrivals is not None and units <= arrivals.numel():
+        context = block_tables.shape[1] * key_cache.shape[1]
+        splits = max(1, min(programs // units, context // MIN_SPLIT, MAX_SPLITS))
+    padded_dim = triton.next_power_of_2(head_dim)
+    partial, partial_sums = query, query  # not touched where nothing is split
+    if splits > 1:
+        size = units * splits * rows
+        partial = torch.empty(size * padded_dim, dtype=torch.float32, device=query.device)
+        partial_sums = torch.empty(2 * size, dtype=torch.float32, device=query.device)
+    _prefill_kernel[(chunks, kv_heads, sequences * splits)](
         out,
         query,
         key_cache,
@@ -212,7 +287,11 @@ def prefill(
         query_len,
         context_len,
         block_tables,
+        partial,
+        partial_sums,
+        query if arrivals is None else arrivals,
         num_decodes,
+        splits,
         window or 0,
         inner,
         outer,
@@ -229,7 +308,7 @@ def prefill(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         ROWS=rows,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
+        PADDED_DIM=padded_dim,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
