@@ -59,7 +59,7 @@ def largest_within(target: float, low: int, high: int, cost: Callable[[int], flo
     if cost(high) <= target:
         return high
     while high - low > low // 8 and high - low > 1:
-        middle = isqrt(low * high)
+        middle = max(isqrt(low * high), low + 1)  # of small neighbours the root is the lower one itself
         if cost(middle) <= target:
             low = middle
         else:
