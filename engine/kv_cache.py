@@ -9,9 +9,10 @@ names it runs after every plan launched before.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +128,16 @@ class KVCache:
     def count_cached(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody owns: `share` would take them out of `available`."""
         return sum(self._owners[block] == 0 for block in blocks)
+
+    def count_freed(self, owners: Iterable[Sequence[int]], kept: Iterable[int] = ()) -> int:
+        """How many more blocks would be available if these owners, each with its blocks, gave them up.
+
+        Those of `kept` do not count: somebody else is about to share them.
+        """
+        holds = Counter(chain.from_iterable(owners))
+        for block in kept:
+            del holds[block]
+        return sum(n == self._owners[block] for block, n in holds.items())
 
     def register(self, block: int, chain_hash: bytes) -> None:
         """Make an owned block shareable. Its content must have been computed.

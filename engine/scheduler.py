@@ -262,12 +262,12 @@ class Scheduler:
         if self.rows.num_free and missing(len(self.running)) <= 0:
             return True
         victims = [each for each in self.running if each.priority > request.priority]
-        held = int(self.rows.num_blocks[[each.row for each in victims]].sum()) if victims else 0
-        if not victims or missing(len(self.running) - len(victims)) > held:
+        blocks = (self.rows.owned_blocks(each.row) for each in victims)
+        if not victims or missing(len(self.running) - len(victims)) > self.cache.count_freed(blocks, shared):
             return False
-        while victims and not (self.rows.num_free and missing(len(self.running)) <= 0):
+        while not (self.rows.num_free and missing(len(self.running)) <= 0):
             self._preempt(victims.pop())
-        return bool(self.rows.num_free) and missing(len(self.running)) <= 0
+        return True
 
     def _launched(self, plan: StepPlan, rows: Int32s) -> StepPlan:
         """Take it that the step will be computed."""

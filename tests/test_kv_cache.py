@@ -64,6 +64,18 @@ def test_a_shared_block_is_neither_free_nor_cached_before_its_last_owner_has_lef
     cache.check()
 
 
+def test_blocks_are_freed_by_the_last_of_their_owners_only() -> None:
+    cache = KVCache(9, SIZE)
+    blocks, _ = computed(cache, 1, 2, 3)
+    cache.share(blocks[:2])
+    first, second = blocks, [*blocks[:2], *cache.allocate(1)]
+    assert cache.count_freed([]) == 0
+    assert cache.count_freed([first]) == cache.count_freed([second]) == 1
+    assert cache.count_freed([first, second]) == 4
+    assert cache.count_freed([first, second], kept=blocks[:1]) == 3
+    assert cache.count_freed([first], kept=blocks[:1]) == 1
+
+
 def test_a_hash_covers_all_before_it_the_salt_and_the_model() -> None:
     cache, other = KVCache(20, SIZE, identity=b"model"), KVCache(20, SIZE, identity=b"other")
     _, hashes = computed(cache, 1, 2)

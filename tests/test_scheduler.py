@@ -480,6 +480,39 @@ def test_nobody_loses_blocks_where_that_would_not_help() -> None:
     assert (first.admissions, small.admissions) == (1, 1)
 
 
+@pytest.mark.parametrize("prompt", [76, 72])
+def test_blocks_that_several_share_are_freed_once(prompt: int) -> None:
+    """Six answers to one prompt have 16 blocks, of which each could name 11."""
+    bench = Bench(num_blocks=31, context_length=100, max_running=16, max_tokens=200)
+    bench.add(make([1] * 40, 40, ignore_eos=True))
+    bench.step()
+    bench.step()
+    answers = [bench.add(make([2] * 41, 8, seed=i, priority=9, ignore_eos=True)) for i in range(6)]
+    bench.step()
+    urgent = bench.add(make([3] * prompt, 1, priority=4))
+    bench.step()
+    fits = prompt == 72  # beside the first and its reserve of one block; the other needs one more
+    assert urgent.state is (State.RUNNING if fits else State.WAITING)
+    assert {each.state for each in answers} == {State.WAITING if fits else State.RUNNING}
+    bench.run()
+    bench.expect_reference()
+
+
+@pytest.mark.parametrize("num_blocks", [16, 18])
+def test_what_the_urgent_one_shares_with_those_it_may_preempt_is_no_room(num_blocks: int) -> None:
+    bench = Bench(num_blocks=num_blocks, context_length=60, max_running=16, max_tokens=200)
+    bench.add(make([1], 3, ignore_eos=True))
+    answers = [bench.add(make([2] * 41, 8, seed=i, priority=9, ignore_eos=True)) for i in range(2)]
+    bench.step()
+    urgent = bench.add(make([2] * 41 + [5] * 17, 2, ignore_eos=True))  # five blocks beside those ten
+    bench.step()
+    fits = num_blocks == 18
+    assert urgent.state is (State.RUNNING if fits else State.WAITING)
+    assert {each.state for each in answers} == {State.WAITING if fits else State.RUNNING}
+    bench.run()
+    bench.expect_reference()
+
+
 def test_a_prompt_under_way_goes_on_while_a_more_urgent_one_finds_no_room() -> None:
     bench = Bench(num_blocks=21, context_length=60, max_running=4, max_tokens=4, prefix_caching=False)
     bench.add(make([1] * 50, 10, ignore_eos=True))
