@@ -210,7 +210,8 @@ def streaming_page(lines: list[dict[str, Any]]) -> str:
         "came over the tape, as tokens of a stream that wait together become one; ingress: written by the "
         "Router from tokens made on the spot, an event each; items: one Ray Serve stream item per token. "
         "Latency (from the engine's step to the client) and CPU (cores, of all Routers together) are those "
-        "at half of the tape's rate.",
+        "at half of the tape's rate. At most 1.3 times the ingress's rate was offered. Other work shared the "
+        "cores, more in some runs than in others: compare within a row.",
         "",
         "| date | route | Routers | rounds | tape | events | ingress | items | tape / ingress "
         "| events / ingress | tape / items | ms p50 | ms p99 | Routers' CPU | clients' CPU "
