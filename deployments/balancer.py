@@ -259,3 +259,11 @@ def _ones(bits: int, length: int) -> npt.NDArray[np.float32]:
     """`bits`, the lowest first, as numbers."""
     packed = np.frombuffer(bits.to_bytes(length // 8 + 1, "little"), np.uint8)
     return np.unpackbits(packed, count=length, bitorder="little").view(np.bool_).astype(np.float32)
+
+
+_balancers: dict[Hashable, Balancer] = {}
+
+
+def balancer_of(deployment: Hashable) -> Balancer:
+    """The `Balancer` that this process uses for a deployment; a handle's `deployment_id` names it."""
+    return _balancers.setdefault(deployment, Balancer())

@@ -1,7 +1,8 @@
 """Puts the choice of `deployments/balancer.py` into Ray Serve: the `RequestRouter` of EngineReplicas.
 
 Ray Serve makes one of these in each process that holds a handle to the EngineReplicas, a Router's
-among them; both find the same `Balancer` by the deployment's name.
+among them; both find the same `Balancer` by the deployment's name. Ray Serve pickles this module by
+value, so what has to be the same for both may not be in it: there would be two.
 """
 
 from __future__ import annotations
@@ -10,19 +11,12 @@ import random
 from collections.abc import Hashable
 from typing import Any
 
-from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve._private.common import ReplicaID
 from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-from deployments.balancer import Balancer
+from deployments.balancer import balancer_of
 from deployments.submission import Submission
-
-_balancers: dict[DeploymentID, Balancer] = {}
-
-
-def balancer_of(deployment: DeploymentID) -> Balancer:
-    """The `Balancer` that this process uses for a deployment; a handle's `deployment_id` names it."""
-    return _balancers.setdefault(deployment, Balancer())
 
 
 def key_of(submission: Submission) -> Hashable:

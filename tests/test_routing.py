@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest
 
-from deployments.balancer import Balancer
+from deployments import app
+from deployments.balancer import Balancer, balancer_of
 from deployments.prefix_index import BLOCK
-from deployments.routing import TokenRouter, balancer_of, key_of
+from deployments.routing import TokenRouter, key_of
 from deployments.submission import SchedulingParams, Submission
 from deployments.tape import Address
 from engine.request import SamplingParams
@@ -130,3 +135,18 @@ async def test_replicas_that_die_or_leave_take_nothing_more(world: World) -> Non
     world.router.update_replicas(list(world.replicas.values()))  # type: ignore[arg-type]
     assert await world.send(submission(3)) in world.replicas
     assert [len(each) for each in seen] == [2, 1]
+
+
+def test_a_routers_process_has_one_balancer(tmp_path: Path) -> None:
+    """What Serve unpickles there asks the same `Balancer` that the Router tells what it learns."""
+    pickled = tmp_path / "router"
+    config = RequestRouterConfig(request_router_class=app.ROUTER)
+    pickled.write_bytes(config._serialized_request_router_cls)
+    code = f"""
+import pathlib
+from ray import cloudpickle
+from deployments.balancer import balancer_of
+router = cloudpickle.loads(pathlib.Path({str(pickled)!r}).read_bytes())
+assert router.initialize_state.__globals__["balancer_of"] is balancer_of
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
