@@ -19,7 +19,7 @@ class PenaltyTensors:
     """What the sequences of a step ask for, each [S] on the device."""
 
     row: torch.Tensor
-    """int32; 0 where nothing is sampled"""
+    """int32; 0 where nothing is sampled, or nothing asked for"""
     presence: torch.Tensor
     """float32: subtracted from the logit of a token that was generated before; 0 changes nothing"""
     frequency: torch.Tensor

@@ -40,6 +40,7 @@ SEQUENCE = np.dtype(
         ("presence_penalty", np.float32),
         ("frequency_penalty", np.float32),
         ("repetition_penalty", np.float32),
+        ("penalty_row", np.int32),  # whose counts and biases apply; 0: nobody's, as it asks for none
     ]
 )
 

@@ -50,6 +50,9 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
     sequences["presence_penalty"] = r.presence_penalty[rows]
     sequences["frequency_penalty"] = r.frequency_penalty[rows]
     sequences["repetition_penalty"] = r.repetition_penalty[rows]
+    penalised = r.penalised[rows] & samples
+    # In a step with others that have them, what its row's last owner has left is not for this one.
+    sequences["penalty_row"] = np.where(penalised, rows, SCRATCH_ROW)
     noisy = sequences["temperature"] > 0
     filtered = (sequences["top_k"] > 0) | (sequences["top_p"] < 1) | (sequences["min_p"] > 0)
     return StepPlan(
@@ -61,7 +64,7 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         max_query_len=int(lengths.max()),
         greedy=not noisy.any(),
         filtered=bool((noisy & filtered).any()),
-        penalised=bool((r.penalised[rows] & samples).any()),
+        penalised=bool(penalised.any()),
         histories=tuple(_history(r.requests[row]) for row in rows[r.uncounted[rows]].tolist()),
     )
 

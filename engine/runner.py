@@ -198,7 +198,7 @@ class Runner:
         row = slot.sequence("row", s)
         if shape.penalised:
             penalties = PenaltyTensors(
-                row=row,
+                row=slot.sequence("penalty_row", s),
                 presence=slot.sequence("presence_penalty", s),
                 frequency=slot.sequence("frequency_penalty", s),
                 repetition=slot.sequence("repetition_penalty", s),
@@ -215,7 +215,7 @@ class Runner:
         )
         tokens = sample(logits, params, greedy=shape.greedy, filtered=shape.filtered)
         if shape.penalised:
-            self.penalties.count(row, tokens)
+            self.penalties.count(penalties.row, tokens)
         slot.sampled[:s] = tokens
         self.last_token.index_copy_(0, row.long(), tokens)
 

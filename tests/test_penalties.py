@@ -217,6 +217,24 @@ def test_resumed_elsewhere_counts_go_on() -> None:
     run(test())
 
 
+def test_a_bias_does_not_stay_with_the_row() -> None:
+    """Whoever has it next has no bias, in a step with somebody else's penalties, too."""
+    settings = config(max_running_requests=2)
+
+    async def test() -> None:
+        async with running(settings) as engine:
+            alone = await tokens_of(engine, request("alone", PROMPT))
+            other, biased, after = await asyncio.gather(  # the last one waits for the row of the second
+                tokens_of(engine, asked(0, 60)),
+                tokens_of(engine, request("biased", [1], 3, logit_bias=((5, 100.0),))),
+                tokens_of(engine, request("after", PROMPT)),
+            )
+            assert other[: 2 * NEW] == reference(asked(0).sampling)
+            assert (biased, after) == ([5] * 3, alone)
+
+    run(test())
+
+
 def test_nobody_else_pays() -> None:
     """Steps without such a request sample as before, and have no tables."""
 
