@@ -9,9 +9,10 @@ import signal
 import socket
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
@@ -20,8 +21,14 @@ import pytest_asyncio
 import ray
 import yaml
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
+from deployments.generation import Dispatcher, Generation
+from deployments.tape import Record
 from engine.engine import EngineStats
+from engine.request import FinishReason, SamplingParams
+from tests import small_tokenizers, tiny_models
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,6 +55,10 @@ def free_port() -> int:
 
 class App:
     """The running application."""
+
+    process: asyncio.subprocess.Process
+    """`scripts/serve.py`."""
+    config: dict[str, Any]
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -83,7 +94,7 @@ class App:
 def cluster() -> Iterator[str]:
     """A Ray of its own; its address."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
+        ray.init(num_cpus=8, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
         yield ray.get_runtime_context().gcs_address
         serve.shutdown()  # type: ignore[no-untyped-call]  # else this process keeps a dead controller's handle
         ray.shutdown()
@@ -113,9 +124,11 @@ async def app(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
         pytest.fail("".join(log))
     rest = asyncio.create_task(process.stdout.read())
     app = App(f"http://127.0.0.1:{port}")
+    app.process, app.config = process, config
     yield app
     await app.client.close()
-    process.send_signal(signal.SIGINT)
+    if process.returncode is None:
+        process.send_signal(signal.SIGINT)
     await process.wait()
     await rest
 
@@ -237,17 +250,279 @@ async def test_harmless_fields_are_accepted(app: App) -> None:
     assert await app.text("Hello.", max_tokens=8, **harmless) == plain
 
 
-async def test_a_stream_outlives_its_replica(app: App) -> None:
-    """It stops while Ray Serve starts another replica, and then goes on with the very next token."""
-    story, options = "Tell me a long story.", {"max_tokens": 30, "extra_body": {"ignore_eos": True}}
-    alone = await app.text(story, **options)
-    stream = await app.ask(story, stream=True, **options)
-    texts = [(await anext(stream)).choices[0].delta.content or "" for _ in range(5)]
-    [name] = [
-        actor["name"]
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if "#EngineReplica#" in actor["name"]
+class Pair:
+    """Two engines behind two Routers, with a tiny model in float32, beside the other application."""
+
+    NAME = "pair"
+    ENGINE: ClassVar[dict[str, Any]] = {
+        "max_running_requests": 16,
+        "max_waiting_requests": 144,
+        "max_tokens_per_step": 256,
+        "cpu_cache_gib": 0.25,
+        "cpu_threads": 1,
+    }
+    ROOM = 2 * (16 + 144)
+
+    def __init__(self, app: App, model: Path) -> None:
+        self.model = str(model)
+        self.http = httpx.AsyncClient(
+            base_url=app.url + "/pair", timeout=120, limits=httpx.Limits(max_connections=None)
+        )
+        self._engines: Any = None
+        self._config = app.config
+
+    async def deploy(self, engines: int) -> None:
+        """As `serve deploy` does, beside the other application; return when that many engines run."""
+        args = {"model": self.model, "accelerator": "cpu", "replicas": 2, "routers": 2, "engine": self.ENGINE}
+        application = {
+            "name": self.NAME,
+            "route_prefix": "/pair",
+            "import_path": "deployments.app:build",
+            "args": args,
+            "deployments": [{"name": "EngineReplica", "num_replicas": engines}],
+        }
+        config = self._config | {"applications": [*self._config["applications"], application]}
+        client: Any = _get_global_client()
+        schema = ServeDeploySchema.model_validate(config)
+        await asyncio.to_thread(client.deploy_apps, schema, _blocking=False)
+        while True:
+            status = (await asyncio.to_thread(serve.status)).applications[self.NAME]
+            assert status.status != "DEPLOY_FAILED", status
+            if status.status == "RUNNING" and len(self.actors("EngineReplica")) == engines:
+                break
+            await asyncio.sleep(0.2)  # Serve tells nobody
+        self._engines = serve.get_deployment_handle("EngineReplica", self.NAME)
+
+    async def stats(self) -> list[EngineStats]:
+        stats: list[EngineStats] = await self._engines.broadcast("stats").results_async()
+        return stats
+
+    async def running(self, count: int) -> list[EngineStats]:
+        """The statistics once that many sequences run or wait."""
+        while True:
+            stats = await self.stats()
+            if sum(each.running + each.waiting for each in stats) == count:
+                return stats
+
+    def actors(self, deployment: str) -> dict[str, Any]:
+        return {
+            actor["name"]: ray.get_actor(actor["name"], namespace="serve")
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if f"{self.NAME}#{deployment}#" in actor["name"]
+        }
+
+    async def ask(self, prompt: str, **options: Any) -> str:
+        """The text of all choices, streamed or not. Raises `HTTPStatusError`."""
+        body = {"model": self.model, "prompt": prompt, "ignore_eos": True, **options}
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                response.raise_for_status()
+            if not options.get("stream"):
+                body = json.loads(await response.aread())
+                return "".join(choice["text"] for choice in body["choices"])
+            texts = [""] * options.get("n", 1)
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    return "".join(texts)
+                if data:
+                    event = json.loads(data)
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        texts[choice["index"]] += choice["text"]
+        raise AssertionError("the stream was cut")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(app: App, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    path = small_tokenizers.save("byte_level", tmp_path_factory.mktemp("model"), context_length=2048)
+    tiny_models.save_weights(path)
+    pair = Pair(app, path)
+    await pair.deploy(2)
+    yield pair
+    await pair.http.aclose()
+
+
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+SERVED = {name: value for name, value in PENALTIES.items() if hasattr(SamplingParams, name)}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1, "seed": 5},
+    {"temperature": 1, "seed": 6, "stop": ["never to be found"]},
+    {"temperature": 1, "seed": 7, **SERVED},
+]
+
+
+def requests(tokens: int) -> list[dict[str, Any]]:
+    """Greedy and seeded, with a stop string and with penalties; each of them streamed and not."""
+    return [
+        {"prompt": f"Story {n}.", "max_tokens": tokens, "stream": stream, **kind}
+        for n, kind in enumerate(KINDS)
+        for stream in (True, False)
     ]
-    ray.kill(ray.get_actor(name, namespace="serve"))
-    texts += [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert "".join(texts) == alone
+
+
+async def test_two_routers_share_two_engines(pair: Pair) -> None:
+    asked = requests(60) * 4
+    alone = {json.dumps(request): await pair.ask(**request) for request in requests(60)}
+    assert len(set(alone.values())) == len(KINDS)  # the seeds matter, and streaming does not
+    asking = [asyncio.create_task(pair.ask(**request)) for request in asked]
+    busy: set[int] = set()
+    actors = [*pair.actors("Router").values(), *pair.actors("EngineReplica").values()]
+    assert len(actors) == 4
+    while not all(task.done() for task in asking):
+        ongoing = await asyncio.gather(*(actor.get_num_ongoing_requests.remote() for actor in actors))
+        busy |= {number for number, count in enumerate(ongoing) if count}
+    assert busy == {0, 1, 2, 3}
+    for request, text in zip(asked, await asyncio.gather(*asking), strict=True):
+        assert text == alone[json.dumps(request)]
+
+
+async def test_more_than_fits_is_a_status_and_nothing_breaks(pair: Pair) -> None:
+    """Twice what the engines hold, in sequences of 40 choices; each answer is whole, or a 429."""
+
+    async def ask(number: int) -> str | int:
+        options = {"n": 40, "stream": bool(number % 2), "max_tokens": 30, "temperature": 1, "seed": 1}
+        try:
+            return await pair.ask("Story.", **options)
+        except httpx.HTTPStatusError as error:
+            refusals.append(error.response)
+            return error.response.status_code
+
+    refusals: list[httpx.Response] = []
+    answers = await asyncio.gather(*(ask(number) for number in range(2 * Pair.ROOM // 40)))
+    assert 0 < answers.count(429) < len(answers)
+    for refusal in refusals:
+        assert int(refusal.headers["retry-after"]) > 0
+        assert refusal.json()["error"]["code"] == "overloaded"
+    assert len(set(answers)) == 2  # all that were answered got the same
+    assert all(each.blocks_owned == 0 for each in await pair.running(0))
+
+
+def watch_leavers(replica: Any) -> None:
+    """Runs in a Router: notes how many tokens come for a sequence after its client has left."""
+    dispatcher: Dispatcher = replica._replica_impl._user_callable_wrapper._callable._dispatcher
+    stop, deliver = dispatcher.stop, dispatcher._listener._deliver
+    left: dict[int, int] = {}
+    aborted: dict[int, int] = {}
+
+    def watch_stop(generation: Generation, reason: FinishReason | None = None) -> None:
+        if generation.finish_reason is None:
+            left[generation.request] = len(generation.tokens)
+        stop(generation, reason)
+
+    def watch_deliver(record: Record) -> bool:
+        if record.finish_reason is FinishReason.ABORT:
+            aborted[record.request] = record.position
+        return deliver(record)
+
+    dispatcher.stop = watch_stop  # type: ignore[method-assign]
+    dispatcher._listener._deliver = watch_deliver
+    replica.leavers = left, aborted
+
+
+def read_leavers(replica: Any) -> list[int] | None:
+    """None while the end of one of them has not arrived."""
+    left, aborted = replica.leavers
+    if not left.keys() <= aborted.keys():
+        return None
+    return [aborted[request] - tokens for request, tokens in left.items()]
+
+
+async def leave(pair: Pair, connections: int, choices: int) -> list[int]:
+    """Clients leave amid their answers, half of which stream. The tokens each sequence had after that."""
+    before = await pair.running(0)
+    asking = [
+        asyncio.create_task(pair.ask(f"Story {number}.", stream=bool(number % 2), n=choices, max_tokens=1500))
+        for number in range(connections)
+    ]
+    await pair.running(connections * choices)
+    routers = pair.actors("Router").values()
+    for router in routers:
+        await router.__ray_call__.remote(watch_leavers)
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    after = await pair.running(0)
+    aborted = [sum(each.finished.get("abort", 0) for each in stats) for stats in (before, after)]
+    assert aborted[1] - aborted[0] == connections * choices
+    assert [each.rows_free for each in after] == [16, 16]
+    assert all(each.blocks_owned == 0 for each in after)
+    late = []
+    for router in routers:
+        while (seen := await router.__ray_call__.remote(read_leavers)) is None:
+            pass
+        late += seen
+    return late
+
+
+async def test_all_who_leave_are_aborted(pair: Pair) -> None:
+    assert len(await leave(pair, connections=40, choices=5)) == 200
+
+
+@pytest.mark.nightly
+async def test_1000_connections_that_leave(pair: Pair) -> None:
+    late: list[int] = []
+    for _ in range(5):
+        late += await leave(pair, connections=200, choices=1)
+    assert len(late) == 1000
+    print("tokens after the client had left:", sorted(Counter(late).items()))
+    assert max(late) <= 3
+
+
+def count_admitted(replica: Any) -> int:
+    """Runs in the replica."""
+    admitted: int = replica._replica_impl._user_callable_wrapper._callable._engine.stats().admitted
+    return admitted
+
+
+async def test_a_replica_that_leaves_hands_its_requests_over(pair: Pair) -> None:
+    asked = requests(600)
+    alone = await asyncio.gather(*(pair.ask(**request) for request in asked[::2]))
+    engines = pair.actors("EngineReplica")
+    asking = [asyncio.create_task(pair.ask(**request)) for request in asked]
+    while not all(each.running for each in await pair.stats()):
+        pass
+    admitted = {name: await engine.__ray_call__.remote(count_admitted) for name, engine in engines.items()}
+    await pair.deploy(1)
+    texts = await asyncio.gather(*asking)
+    assert texts == [text for text in alone for _ in range(2)]
+    [(name, left)] = pair.actors("EngineReplica").items()
+    assert await left.__ray_call__.remote(count_admitted) > admitted[name]  # beside those that it had
+
+
+async def test_a_replica_that_dies_loses_nothing(pair: Pair) -> None:
+    asked = requests(120)
+    alone = await asyncio.gather(*(pair.ask(**request) for request in asked[::2]))
+    asking = [asyncio.create_task(pair.ask(**request)) for request in asked]
+    [before] = await pair.running(len(asked))
+    while (await pair.stats())[0].steps < before.steps + 20:
+        pass
+    [actor] = pair.actors("EngineReplica").values()
+    actor.__ray_call__.remote(lambda _: os._exit(1))
+    texts = await asyncio.gather(*asking)
+    assert texts == [text for text in alone for _ in range(2)]
+
+
+async def test_sigterm_ends_streams_with_an_error_event(app: App) -> None:
+    """The last test here: it ends all that runs."""
+    stream = await app.ask(
+        "Tell me a long story.", stream=True, max_tokens=7000, extra_body={"ignore_eos": True}
+    )
+    await anext(stream)
+    unary = asyncio.create_task(
+        app.ask("Tell me another one.", max_tokens=7000, extra_body={"ignore_eos": True})
+    )
+    while (await app.stats()).running < 2:
+        pass
+    app.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="shutting down") as error:
+        async for _ in stream:
+            pass
+    assert not isinstance(error.value, openai.APIConnectionError)
+    with pytest.raises(openai.InternalServerError, match="shutting down") as status:
+        await unary
+    assert status.value.status_code == 503
+    assert status.value.response.headers["retry-after"]
+    assert await app.process.wait() == signal.SIGTERM

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 160
 WINDOW = 9
@@ -130,3 +130,15 @@ def reference_texts(architecture: str, lengths: tuple[int, ...], n: int) -> list
             tokens, margin = _generate(model, prompt, n)
         texts.append((prompt, tokens))
     return texts
+
+
+def save_weights(directory: Path) -> None:
+    """Make a checkpoint without weights, of whatever vocabulary, one of a tiny random Llama in float32."""
+    config = AutoConfig.from_pretrained(directory)
+    for name, value in _COMMON.items():
+        if name not in ("vocab_size", "max_position_embeddings"):
+            setattr(config, name, value)
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        auto.from_config(config, dtype=torch.float32).save_pretrained(directory)
