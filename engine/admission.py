@@ -60,6 +60,7 @@ class Backlog:
         self._waiting: dict[Request, int] = {}
         self._served = 0.0  # tokens of requests that got their first token ...
         self._seconds = 0.0  # ... in so many seconds in which somebody waited
+        self._unserved = 0.0  # such seconds since the last of them
         self._since = 0.0
 
     def check(self, request: Request, live: int, now: float) -> None:
@@ -75,7 +76,8 @@ class Backlog:
         else:
             return
         self._pass(now)
-        raise QueueFull(why, max(1.0, self.tokens / self._served * self._seconds) if self._served else 1.0)
+        seconds = self._seconds + self._unserved
+        raise QueueFull(why, max(1.0, self.tokens / self._served * seconds) if self._served else 1.0)
 
     def add(self, request: Request, now: float) -> None:
         self._pass(now)
@@ -88,14 +90,15 @@ class Backlog:
             self._pass(now)
             tokens = self._waiting.pop(request)
             self.tokens -= tokens
-            self._served += tokens * served
+            if served:  # only then is anything forgotten, or a rate would seem to fall without end in between
+                fade = math.exp2(-self._unserved / MEMORY)
+                self._served = self._served * fade + tokens
+                self._seconds = self._seconds * fade + self._unserved
+                self._unserved = 0.0
 
     def _pass(self, now: float) -> None:
         if self._waiting:
-            passed = now - self._since
-            fade = math.exp2(-passed / MEMORY)
-            self._served *= fade
-            self._seconds = self._seconds * fade + passed
+            self._unserved += now - self._since
         self._since = now
 
 

@@ -70,6 +70,18 @@ def test_time_in_which_nobody_is_served_makes_it_longer() -> None:
     assert found[0] == pytest.approx(1.0) and found[2] > 5
 
 
+@pytest.mark.parametrize("asked", [1, 3600])
+def test_an_hour_in_which_nobody_is_served_counts_as_an_hour(asked: int) -> None:
+    """And no more, however often somebody asked meanwhile."""
+    backlog = Backlog(10, 100)
+    backlog.add(each := request(100), 0.0)
+    backlog.remove(each, 1.0, served=True)
+    backlog.add(request(100), 1.0)
+    for i in range(1, asked + 1):
+        found = refusal(backlog, 1.0 + 3600 / asked * i).retry_after
+    assert found == pytest.approx(3601)
+
+
 def test_requests_that_were_given_up_are_not_served() -> None:
     backlog = Backlog(10, 100)
     for served in (True, False):
