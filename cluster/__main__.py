@@ -28,6 +28,8 @@ Engine = Annotated[
 
 def _assignments(texts: list[str] | None) -> dict[str, Any]:
     pairs = [text.partition("=") for text in texts or []]
+    if wrong := [key for key, equals, _ in pairs if not equals]:
+        raise ValueError(f"engine: {wrong[0]!r} is no KEY=VALUE")
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 
 
@@ -46,7 +48,10 @@ def render_command(
         Path | None, typer.Option(help="Folder with the model's config.json, where the hub is not reached.")
     ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the model's own code to size it.")] = False,
-    dashboards: Annotated[Path | None, typer.Option(help="Folder of more Grafana dashboards (JSON).")] = None,
+    dashboards: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of more Grafana dashboards (JSON)."),
+    ] = None,
 ) -> None:
     """Write the manifests of one deployment, for `kubectl apply -k OUT`."""
     cluster = Cluster.model_validate(
@@ -82,13 +87,17 @@ def size(
 
 @app.command()
 def validate(
-    schemas: Annotated[Path, typer.Option(help="Folder of custom resource definitions.")],
+    schemas: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder of custom resource definitions.")
+    ],
     manifests: Annotated[Path | None, typer.Argument(help="A file; standard input by default.")] = None,
 ) -> None:
     """Check custom resources strictly: what is unknown, missing or ill-typed is named."""
     known = Schemas(schemas)
     text = manifests.read_text() if manifests else sys.stdin.read()
     resources = [resource for resource in yaml.safe_load_all(text) if resource]
+    if not any(resource in known for resource in resources):
+        raise ValueError(f"nothing was checked: of {len(resources)} resources {schemas} has no schema")
     errors = []
     for resource in resources:
         name = f"{resource['kind']} {resource['metadata']['name']}"
@@ -99,8 +108,8 @@ def validate(
         errors += [f"{name}: {error}" for error in found]
         if not found:
             typer.echo(f"{name}: valid")
-    if errors or not resources:
-        raise ValueError("\n".join(errors) or "no resources")
+    if errors:
+        raise ValueError("\n".join(errors))
 
 
 @app.command()
@@ -132,7 +141,7 @@ def main() -> None:
         app()
     except ValidationError as error:
         sys.exit("\n".join(f"{'.'.join(map(str, e['loc'])) or 'error'}: {e['msg']}" for e in error.errors()))
-    except ValueError as error:
+    except (ValueError, OSError, yaml.YAMLError) as error:
         sys.exit(str(error))
 
 

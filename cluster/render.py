@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ BASES: dict[str, list[str]] = {"cpu-demo": [], "gpu": [], "gpu-ha": ["gpu"]}
 ROUTERS_PER_POD = 4
 """A Router asks Ray for half a core, and its pods have two."""
 DEMO_GIB = 1
+OURS = "# Written by `python -m cluster render`, which replaces base/, overlays/ and dashboards/ beside it.\n"
+"""Begins the kustomization.yaml of a folder that may be written anew: others keep a base/ of their own."""
 _GROUP = "/spec/rayClusterConfig/workerGroupSpecs"
 
 Patch = list[dict[str, Any]]
@@ -36,7 +39,8 @@ def render(cluster: Cluster, shape: ModelShape, out: Path, dashboards: list[Path
     Raises `ValueError` if the model does not fit on the GPU, before anything is written.
     """
     patches = {"application.yaml": application(cluster, shape), "storage.yaml": storage(cluster, shape)}
-    if out.exists() and any(out.iterdir()) and not (out / "kustomization.yaml").exists():
+    top = out / "kustomization.yaml"
+    if out.exists() and any(out.iterdir()) and not (top.exists() and top.read_text().startswith(OURS)):
         raise ValueError(f"out: {out} has other files in it")
     for folder in ("base", "overlays", "dashboards"):
         shutil.rmtree(out / folder, ignore_errors=True)
@@ -45,7 +49,7 @@ def render(cluster: Cluster, shape: ModelShape, out: Path, dashboards: list[Path
         shutil.copytree(HERE / "overlays" / overlay, out / "overlays" / overlay)
     for name, patch in patches.items():
         (out / "overlays" / cluster.overlay / name).write_text(dump(patch))
-    (out / "kustomization.yaml").write_text(dump(_top(cluster, dashboards or [], out)))
+    top.write_text(OURS + dump(_top(cluster, dashboards or [], out)))
 
 
 def application(cluster: Cluster, shape: ModelShape) -> Patch:
@@ -103,14 +107,16 @@ def alerts() -> dict[str, Any]:
 
 def _top(cluster: Cluster, dashboards: list[Path], out: Path) -> dict[str, Any]:
     boards = write_dashboards(out / "dashboards")
-    boards += [Path(shutil.copy(path, out / "dashboards" / path.name)) for path in dashboards]
+    for path in dashboards:
+        key = re.sub(r"[^\w.-]", "-", path.name, flags=re.ASCII)  # as a ConfigMap allows
+        boards.append(Path(shutil.copy(path, out / "dashboards" / key)))
     top: dict[str, Any] = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [f"overlays/{cluster.overlay}"],
         "configMapGenerator": [
             {
-                "name": f"dashboard-{path.stem.replace('_', '-').lower()}",
+                "name": f"dashboard-{re.sub(r'[^a-z0-9]+', '-', path.stem.lower()).strip('-')}",
                 "namespace": "stepahead",
                 "files": [f"dashboards/{path.name}"],
             }

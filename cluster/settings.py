@@ -37,8 +37,8 @@ class Cluster(BaseModel):
     """Processes that speak HTTP."""
     gpu: str = "H100"
     """What each engine has, by the names of `cluster.memory.GPUS`; of no effect on CPUs."""
-    image: str = Field(default="stepahead", min_length=1)
-    """Repository of the images; its tags `cpu` and `cuda` are used."""
+    image: str = Field(default="stepahead", pattern=r"^([\w.-]+(:\d+)?/)?[a-z0-9._/-]+$")
+    """Repository of the images, without a tag: the tags `cpu` and `cuda` are used."""
     api_keys: bool = False
     """Ask clients for a key that the Secret `api-keys` holds."""
     engine: dict[str, Any] = {}

@@ -60,7 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
 def main() -> None:
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
 
 

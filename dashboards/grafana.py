@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 import requests
 from grafana_client import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaUnauthorizedError
+from requests.auth import HTTPBasicAuth
 
 FOLDER_UID = "stepahead"
 FOLDER = "stepahead"
@@ -25,18 +26,26 @@ class GrafanaError(ValueError):
 class Grafana:
     """A running Grafana, through its HTTP API.
 
-    `url` may hold user and password (`http://admin:secret@host:3000`); `token` is a service account's and
-    takes precedence. Every method raises `GrafanaError`.
+    `url` may hold user and password (`http://admin:secret@host:3000`, `%23` for `#`, and so on); `token` is a
+    service account's and takes precedence. Every method raises `GrafanaError`.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise GrafanaError(f"grafana: {url!r} is no URL such as http://admin:password@localhost:3000")
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # of a port, or an address in brackets
+            usable = False
+        if not usable:
+            shown = url.rpartition("@")[2]  # not the password
+            raise GrafanaError(f"grafana: {shown!r} is no URL such as http://admin:password@localhost:3000")
         self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         self._who = "the token" if token else f"user {parts.username}" if parts.username else "no user"
+        # The client would leave `%40` in a password as it is. Bytes, since requests takes text for Latin-1.
+        login = HTTPBasicAuth(*(unquote_to_bytes(each or "") for each in (parts.username, parts.password)))
         # A path without a slash at its end would run into `api`.
-        self._api = GrafanaApi.from_url(parts._replace(path=parts.path.rstrip("/") + "/").geturl(), token)
+        api = parts._replace(path=parts.path.rstrip("/") + "/").geturl()
+        self._api = GrafanaApi.from_url(api, token or (login if parts.username else None))
 
     def __enter__(self) -> Grafana:
         return self

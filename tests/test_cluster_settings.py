@@ -41,6 +41,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         ({"overlay": "gpu-ha", "replicas": "1..8", "routers": 2}, "gpu-ha"),
         ({"overlay": "gpu-ha", "replicas": "2..8", "routers": 1}, "gpu-ha"),
         ({"overlay": "cpu-demo", "replicas": "2"}, "cpu-demo"),
+        ({"image": "registry.example.com/stepahead:v2"}, "image"),
+        ({"image": "my image"}, "image"),
     ],
 )
 def test_a_wrong_setting_is_named(given: dict[str, Any], name: str) -> None:
@@ -94,6 +96,7 @@ def test_render_writes_what_kubectl_applies(
     [
         (["--overlay", "gpu", "--model", MODELS / "Llama-3.1-70B"], "leaves no room"),
         (["--overlay", "gpu", "--engine", "blok_size=16"], "blok_size"),
+        (["--overlay", "gpu", "--engine", "block_size"], "'block_size' is no KEY=VALUE"),
         (["--overlay", "gpu", "--replicas", "8..1"], "8..1"),
         (["--overlay", "gpu", "--model", "/nowhere/model"], "/nowhere/model"),
     ],
@@ -111,9 +114,29 @@ def test_render_writes_nothing_that_cannot_run(
 def test_render_spares_a_folder_of_others(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "precious.yaml").touch()
-    with pytest.raises(ValueError, match="other files"):
-        render(Cluster(overlay="gpu"), DEMO, tmp_path)
-    assert (tmp_path / "base" / "precious.yaml").exists()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other files"):
+            render(Cluster(overlay="gpu"), DEMO, tmp_path)
+        assert (tmp_path / "base" / "precious.yaml").exists()
+        (tmp_path / "kustomization.yaml").write_text("resources: [base]\n")  # a kustomize folder, not ours
+
+
+def test_render_replaces_what_it_wrote(tmp_path: Path) -> None:
+    render(Cluster(overlay="gpu"), DEMO, tmp_path)
+    (tmp_path / "base" / "old.yaml").touch()
+    render(Cluster(overlay="cpu-demo"), DEMO, tmp_path)
+    assert [path.name for path in (tmp_path / "overlays").iterdir()] == ["cpu-demo"]
+    assert not (tmp_path / "base" / "old.yaml").exists()
+
+
+def test_dashboards_of_any_name_become_names_of_kubernetes(tmp_path: Path) -> None:
+    board = tmp_path / "My_Board (1).json"
+    board.write_text("{}")
+    out = tmp_path / "out"
+    render(Cluster(overlay="gpu"), DEMO, out, [board])
+    maps = yaml.safe_load((out / "kustomization.yaml").read_text())["configMapGenerator"]
+    assert (maps[-1]["name"], maps[-1]["files"]) == ("dashboard-my-board-1", ["dashboards/My_Board--1-.json"])
+    assert (out / "dashboards" / "My_Board--1-.json").exists()
 
 
 def test_size_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +164,9 @@ def test_validate_says_what_is_wrong(
     assert "Thing a: valid" in capsys.readouterr().out
     path.write_text(json.dumps(thing | {"sise": 2}))
     with pytest.raises(SystemExit, match="sise"):
+        run(monkeypatch, "validate", path, "--schemas", tmp_path / "schemas")
+    path.write_text(json.dumps(thing | {"kind": "Thign"}))
+    with pytest.raises(SystemExit, match="nothing was checked"):
         run(monkeypatch, "validate", path, "--schemas", tmp_path / "schemas")
 
 

@@ -154,6 +154,14 @@ def test_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [rule["alert"] for rule in rules] == [alert.name for alert in ALERTS]
 
 
+def test_export_says_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "folder"):
+        monkeypatch.setattr(sys, "argv", ["dashboards", "export", "--out", str(out)])
+        with pytest.raises(SystemExit, match=str(out)):
+            main()
+
+
 def test_the_guide_names_what_is_there() -> None:
     """Links lead to files, each alert is listed, and options of `python -m dashboards` exist."""
     guide = Path(__file__).parents[1] / "docs" / "monitoring.md"

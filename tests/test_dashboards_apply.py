@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import quote
 
 import pytest
 
@@ -111,6 +112,12 @@ def test_a_wrong_password(apply: Apply, grafana: FakeGrafana, url: str) -> None:
     assert grafana.writes == []
 
 
+def test_a_password_of_any_letters(apply: Apply, grafana: FakeGrafana, url: str) -> None:
+    grafana.password = "a/b#c:ü@"
+    there = url.replace("secret", quote(grafana.password, safe=""))
+    assert "created" in apply("--grafana", there, "--prometheus", PROMETHEUS)
+
+
 def test_a_wrong_token_and_none(apply: Apply, grafana: FakeGrafana, url: str) -> None:
     with pytest.raises(SystemExit, match="does not accept the token"):
         apply("--grafana", url, "--prometheus", PROMETHEUS, "--token", "guess")
@@ -149,8 +156,10 @@ def test_a_host_that_does_not_answer(apply: Apply) -> None:
         with pytest.raises(SystemExit, match=r"^grafana: http://127\.0\.0\.1:\d+ does not answer: ") as ended:
             apply("--grafana", url, "--prometheus", PROMETHEUS)
     assert "secret" not in str(ended.value.code)
-    with pytest.raises(SystemExit, match="is no URL such as"):
-        apply("--grafana", "localhost:3000")
+    for wrong in ("localhost:3000", "http://admin:secret@localhost:port", "http://admin:secret@[::1"):
+        with pytest.raises(SystemExit, match="is no URL such as") as ended:
+            apply("--grafana", wrong)
+        assert "secret" not in str(ended.value.code)
 
 
 @pytest.mark.parametrize(
