@@ -183,6 +183,10 @@ class Dispatcher:
         """Move what runs on other replicas than these: it is aborted there, and submitted again."""
         self._listener.keep(replicas)
 
+    def welcome(self, replicas: Collection[str]) -> None:
+        """What comes to run on these stays there, until others are kept."""
+        self._listener.welcome(replicas)
+
     async def drain(self, grace: float) -> None:
         """Begin nothing more; return when nothing runs. What still does after `grace` seconds is refused."""
         self._draining = True

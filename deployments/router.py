@@ -120,6 +120,7 @@ class Router:
 
     def _move(self, replicas: frozenset[str]) -> None:
         """Ray Serve routes to these replicas, and may be about to stop others."""
+        self._dispatcher.welcome(replicas)  # at once: a new one may be all that is left
         if self._moving is not None:
             self._moving.cancel()
         self._moving = asyncio.create_task(self._move_to(replicas))

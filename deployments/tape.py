@@ -331,6 +331,11 @@ class TapeListener:
         for connection in self._connections:
             connection.ask_back()
 
+    def welcome(self, replicas: Collection[str]) -> None:
+        """Ask none of these: they take requests, whichever were the last to `keep`."""
+        if self._replicas is not None:
+            self._replicas = {*self._replicas, *replicas}
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()

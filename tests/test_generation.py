@@ -225,6 +225,20 @@ async def test_a_replica_that_leaves_hands_over_its_requests() -> None:
         assert len(cluster.submissions) == 6
 
 
+async def test_a_replica_that_has_just_come_is_not_asked_for_its_requests() -> None:
+    """Whom to keep is decided only after the replicas were asked what they serve, or never."""
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        dispatcher.welcome(["r9"])
+        dispatcher.keep(["r9"])
+        dispatcher.welcome(["r0"])
+        stepping = asyncio.create_task(engine.run())
+        generation = await Reader(dispatcher).until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 5)
+        assert len(cluster.submissions) == 1
+        stepping.cancel()
+
+
 async def test_draining_lets_them_end() -> None:
     engine = MemoryEngine()
     async with dispatching(engine) as (dispatcher, _):
