@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -138,7 +139,7 @@ class Api:
         """A Chrome trace of the last `steps` steps, of the engine `replica` or of all."""
         assert self._timelines is not None
         steps, wanted = http.query_params.get("steps", "200"), http.query_params.get("replica")
-        if not (steps.isdecimal() and 0 < int(steps) <= MOST_STEPS):
+        if not (re.fullmatch("[0-9]{1,9}", steps) and 0 < int(steps) <= MOST_STEPS):
             raise ApiError(400, f"steps must be from 1 to {MOST_STEPS}", param="steps", code="invalid_value")
         found = await self._timelines(int(steps))
         if wanted is not None and wanted not in found:

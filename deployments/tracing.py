@@ -50,9 +50,12 @@ def received(carrier: Mapping[str, str]) -> Context:
 
 
 def sent_with(span: Span) -> Carrier:
-    """What makes a peer's spans children of this one."""
+    """What makes a peer's spans children of this one.
+
+    Of a trace that is not recorded, too: whoever is told nothing would begin one of its own.
+    """
     carrier: Carrier = {}
-    if span.is_recording():
+    if span.get_span_context().is_valid:
         _propagator.inject(carrier, set_span_in_context(span))
     return carrier
 

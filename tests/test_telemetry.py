@@ -141,6 +141,12 @@ async def test_a_trace_goes_from_the_client_to_the_replica(tokenizer: Tokenizer)
         assert times == sorted(time for time in times if time is not None)
 
 
+async def test_a_trace_that_the_client_does_not_record_is_recorded_nowhere(tokenizer: Tokenizer) -> None:
+    async with observing(tokenizer) as observed:
+        await observed.complete({"traceparent": f"00-{TRACE}-{PARENT}-00"})
+        assert await observed.spans() == {}
+
+
 @pytest.mark.parametrize("traceparent", ["", "garbage", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
 async def test_what_is_no_trace_context_begins_a_new_trace(tokenizer: Tokenizer, traceparent: str) -> None:
     async with observing(tokenizer) as observed:
@@ -225,5 +231,5 @@ async def test_the_timeline_of_one_replica_or_of_all(tokenizer: Tokenizer) -> No
             missing = await http.get("/debug/timeline?replica=c")
             assert missing.status_code == 404
             assert "'c': a, b" in missing.json()["error"]["message"]
-            for steps in ("0", "-1", "x", "2049"):
+            for steps in ("0", "-1", "x", "2049", "\u0662", "9" * 5000):
                 assert (await http.get("/debug/timeline", params={"steps": steps})).status_code == 400
