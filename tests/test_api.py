@@ -296,6 +296,28 @@ async def test_what_the_engine_is_told_of_a_request(tokenizer: Tokenizer) -> Non
     assert (bare.timeout, bare.queue_timeout) == (None, None)
 
 
+async def test_cached_tokens_are_those_that_no_answer_to_a_prompt_had_to_compute(
+    tokenizer: Tokenizer,
+) -> None:
+    class Caching(MemoryEngine):
+        def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
+            super().submit(request, sink, promised=promised)
+            request.num_cached = 3 + request.sampling.seed
+
+    asked: dict[str, Any] = {"model": "demo", "prompt": ["abcdefgh", "ijklmnopq"], "n": 2, "max_tokens": 3}
+    async with serving(tokenizer, Caching()) as server:
+        for seed, cached in ((0, 3 + 3), (2, 5 + 5)):
+            answer = await server.client.completions.create(**asked, seed=seed)
+            streamed = await events(
+                server,
+                "/v1/completions",
+                asked | {"seed": seed, "stream": True, "stream_options": {"include_usage": True}},
+            )
+            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+            assert answer.usage.prompt_tokens_details.cached_tokens == cached
+            assert streamed[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
 async def test_whoever_has_a_key_is_one_client_whatever_users_it_names(tokenizer: Tokenizer) -> None:
     keys = frozenset(hashlib.sha256(key).digest() for key in (b"one", b"two"))
     async with serving(tokenizer, keys=keys) as server:
