@@ -262,8 +262,10 @@ class Scheduler:
         if self.rows.num_free and missing(len(self.running)) <= 0:
             return True
         victims = [each for each in self.running if each.priority > request.priority]
-        blocks = (self.rows.owned_blocks(each.row) for each in victims)
-        if not victims or missing(len(self.running) - len(victims)) > self.cache.count_freed(blocks, shared):
+        short = missing(len(self.running) - len(victims))
+        if not victims or short > int(self.rows.num_blocks[[each.row for each in victims]].sum()):
+            return False  # most times; what several of them share, which takes long to find, makes it less
+        if short > self.cache.count_freed((self.rows.owned_blocks(each.row) for each in victims), shared):
             return False
         while not (self.rows.num_free and missing(len(self.running)) <= 0):
             self._preempt(victims.pop())
