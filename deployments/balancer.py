@@ -11,9 +11,9 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeAlias
 
 import numpy as np
@@ -47,7 +47,7 @@ AVOIDED = 1e12
 """Tokens; more than any replica has to do."""
 
 SESSIONS = 1 << 16
-"""Sessions that are remembered, the least recent forgotten first."""
+"""Sessions whose replica is remembered, the oldest forgotten first."""
 
 
 def choose(uncached: Tokens, load: Tokens, rng: random.Random) -> int:
@@ -93,7 +93,7 @@ class Balancer:
         self._names: list[str | None] = []
         self._unseen: dict[str, dict[Hashable, _Placement]] = {}  # not yet in what their replica reports
         self._placements: dict[Hashable, _Placement] = {}
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._homes: dict[str, str] = {}  # of sessions; computed again where forgotten
         self._followers: list[Callable[[frozenset[str]], object]] = []
         self.on_choice: Callable[[str, float, float], object] = lambda reason, tokens, seconds: None
         """Called, on any thread, with what decided, the tokens before the first one, and the seconds."""
@@ -109,6 +109,8 @@ class Balancer:
             self._remove([name for name in self._slots if name not in wanted])
             for name in wanted - before:
                 self._add(name)
+            if wanted != before:
+                self._homes.clear()
         if wanted != before:
             for callback in self._followers:
                 callback(wanted)
@@ -158,23 +160,23 @@ class Balancer:
         """The replica for a request, which counts as sent there from now on.
 
         `key` names the request here, `tokens` are to be computed before it decodes, `prefix` are their
-        hashes (`chain_of`). All requests of a `session`, if it has a name, go where the last one went,
-        as if that replica had all their tokens, unless it has much more to do than others. Replicas to
+        hashes (`chain_of`). All requests of a `session`, if it has a name, go to one replica, the same from
+        all Routers, as if it had all their tokens, unless it has much more to do than others. Replicas to
         `avoid` are chosen only where there is no other. Raises `LookupError` if there is no replica.
         """
         began = self._clock()
         with self._lock:
             if not self._slots:
                 raise LookupError("no replica")
-            kept = self._sessions.get(session) if session else None
+            home = self._home(session) if session else None
             load = self._load()
             found = self._index.match(prefix)
             uncached = np.empty_like(load)
             uncached.fill(tokens)
             for bits, n in found:
                 uncached -= n * _ones(bits, len(load))
-            if session and (last := self._slots.get(self._sessions.get(session, ""))) is not None:
-                uncached[last] = 0
+            if home is not None:
+                uncached[self._slots[home]] = 0
             for name in avoid:
                 if (slot := self._slots.get(name)) is not None:
                     uncached[slot] += AVOIDED
@@ -183,13 +185,8 @@ class Balancer:
             assert chosen is not None
             cached = next((n for bits, n in found if bits >> slot & 1), 0)
             self._index.add(prefix, slot)
-            if session:
-                self._sessions[session] = chosen
-                self._sessions.move_to_end(session)
-                if len(self._sessions) > SESSIONS:
-                    self._sessions.popitem(last=False)
             self._assign(key, chosen, tokens - cached + OUTPUT)
-            reason = "affinity" if chosen == kept else "prefix" if cached else "load"
+            reason = "affinity" if chosen == home else "prefix" if cached else "load"
             reason = "only" if len(self._slots) == 1 else reason
         self.on_choice(reason, tokens - cached + float(load[slot]), self._clock() - began)
         return chosen
@@ -233,6 +230,16 @@ class Balancer:
         with self._lock:
             load = self._load()
             return {name: float(load[slot]) for name, slot in self._slots.items()}
+
+    def _home(self, session: str) -> str:
+        """Rendezvous hashing: Routers agree without a word, and a replica that comes or goes moves few."""
+        if session not in self._homes:
+            if len(self._homes) >= SESSIONS:
+                del self._homes[next(iter(self._homes))]
+            self._homes[session] = max(
+                self._slots, key=lambda name: blake2b((session + name).encode(), digest_size=8).digest()
+            )
+        return self._homes[session]
 
     def _assign(self, key: Hashable, name: str, tokens: float) -> None:
         if earlier := self._placements.get(key):

@@ -136,17 +136,26 @@ def test_what_other_routers_have_sent_is_known_too() -> None:
     world.balancer.observe("stranger", Load(0, 0, 0, 1000, 0.0), [prefix(3)])  # has left, say
 
 
-def test_a_session_stays_where_its_last_request_went() -> None:
+def test_a_session_has_one_replica_that_all_routers_know() -> None:
+    world, other = World(), World("cab")
+    homes = {str(n): world.where(session=str(n)) for n in range(60)}
+    assert all(15 <= count <= 25 for count in Counter(homes.values()).values())
+    for router in (world, other, world):
+        assert {name: router.where(session=name) for name in homes} == homes
+    other.balancer.set_replicas("ab")  # only those whose replica is gone move
+    assert all(other.where(session=name) == home for name, home in homes.items() if home != "c")
+
+
+def test_a_session_waits_no_longer_than_it_would_take_to_compute_it_elsewhere() -> None:
     world = World()
-    homes = {name: world.where(session=name) for name in ("ann", "bob", "eve")}
-    for _ in range(20):
-        assert {name: world.where(session=name) for name in homes} == homes
+    home = world.where(session="ann")
     assert {world.where(session="") for _ in range(50)} == set("abc")
-    world.loads(**{homes["ann"]: int(LONG / LOAD_WEIGHT) + SLACK})
-    moved = world.where(session="ann")
-    assert moved != homes["ann"]
-    world.loads(**{homes["ann"]: 0})
-    assert world.where(session="ann") == moved
+    world.loads(**{home: int(LONG / LOAD_WEIGHT) - SLACK})
+    assert world.where(session="ann") == home
+    world.loads(**{home: int(LONG / LOAD_WEIGHT) + SLACK})
+    assert world.where(session="ann") != home
+    world.loads(**{home: 0})
+    assert world.where(session="ann") == home
 
 
 def test_replicas_to_avoid_are_the_last_resort() -> None:
