@@ -21,6 +21,7 @@ from deployments.api import Api
 from deployments.execution import Executor
 from deployments.generation import Dispatcher
 from deployments.protocol import MAX_BODY_BYTES, ApiError
+from deployments.submission import Refusal, Submission
 from deployments.text import Tokenizer
 from engine.request import FinishReason, Output, QueueFull, Request
 from tests.memory_engine import VOCABULARY, MemoryEngine, text_of
@@ -228,6 +229,21 @@ async def test_one_choice_too_many_is_a_status_and_leaves_nothing_running(
         assert response.json()["error"]["code"] == "overloaded"
         while server.engine.running:
             await asyncio.sleep(0)
+
+
+async def test_a_choice_refused_after_others_have_tokens_is_still_a_status(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, MemoryEngine(capacity=2)) as server:
+        engine, submit = server.engine, server.dispatcher._submit
+
+        async def submit_late(submission: Submission) -> Refusal | None:
+            while submission.request == 2 and sum(len(each[2]) for each in engine.running.values()) < 10:
+                await asyncio.sleep(0)
+            return await submit(submission)
+
+        server.dispatcher._submit = submit_late
+        body = COMPLETION | {"n": 3, "stream": True, "max_tokens": 190}
+        response = await server.http.post("/v1/completions", json=body)
+        assert response.status_code == 429
 
 
 async def test_a_full_engine_says_how_long_it_will_take(tokenizer: Tokenizer) -> None:
