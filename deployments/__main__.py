@@ -40,7 +40,7 @@ def timeline(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 32,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
-    steps: Annotated[int, typer.Option(min=8, help="Decode steps to record.")] = 200,
+    steps: Annotated[int, typer.Option(min=8, max=2048, help="Decode steps to record.")] = 200,
     draw: Annotated[Path | None, typer.Option("--svg", help="Write the picture here.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here: both runs, a track a lane.")
@@ -53,6 +53,9 @@ def timeline(
     as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON in the last line.")] = False,
 ) -> None:
     """Draw what CPU and GPU do in the same time, without overlap and with it, from the engine's own clock."""
+    for path in (draw, trace, profile_out):
+        if path and not path.parent.is_dir():  # said before the measurement, and not after it
+            raise typer.BadParameter(f"there is no folder {path.parent}")
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             model=_shape(shape, Path(folder), prompt + steps + 2 * WARM_UP) if shape else _resolve(model),
@@ -87,7 +90,10 @@ def timeline(
 def _resolve(model: str) -> str:
     from deployments import demo_model
 
-    return demo_model.resolve(model)
+    try:
+        return demo_model.resolve(model)
+    except demo_model.ModelNotFoundError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _shape(name: str, folder: Path, context: int) -> str:

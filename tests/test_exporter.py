@@ -197,6 +197,8 @@ def test_a_whole_gpu_is_found_by_its_uuid(nvml: object, monkeypatch: pytest.Monk
     assert gpu is not None
     assert (gpu.uuid, gpu.name, gpu.mig) == ("GPU-5", "NVIDIA H200", False)
     assert gpu.read() == GpuReading(0.83, 70 << 30, 141 << 30, 412.0, None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", lambda _: 5_000)  # millijoules
+    assert gpu.read().energy == 5.0
 
 
 def test_of_a_mig_slice_only_the_memory_is_its_own(nvml: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from deployments.__main__ import app
@@ -60,7 +61,16 @@ def test_it_needs_no_ray() -> None:
     assert not modules & {"ray", "fastapi", "msgspec"}
 
 
-def test_an_unknown_shape_is_refused_by_name() -> None:
-    done = CliRunner().invoke(app, ["timeline", "--shape", "70b"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shape", "70b"], "8b, 0.6b, tiny"),
+        (["--model", "/nowhere"], "'/nowhere'"),
+        (["--shape", "tiny", "--svg", "/nowhere/a.svg"], "no folder /nowhere"),
+        (["--shape", "tiny", "--steps", "2049"], "2048"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(options: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["timeline", *options])
     assert done.exit_code == 2
-    assert "8b, 0.6b, tiny" in done.output
+    assert said in done.output
