@@ -196,6 +196,17 @@ def test_a_block_is_shareable_only_once_its_last_position_is_computed() -> None:
     bench.expect_reference()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_turn_of_a_chat_finds_the_answer_before_it(depth: int) -> None:
+    bench = Bench(depth=depth)
+    first = bench.add(make([1, 2, 3, 4, 5], 9, ignore_eos=True))  # 13 of its 14 positions are computed
+    bench.run()
+    reply = bench.add(make([*first.prompt, *bench.outputs[first], 1, 2], 3))
+    bench.run()
+    assert reply.num_cached == 12
+    bench.expect_reference()
+
+
 def test_cached_tokens_count_what_others_computed_and_not_what_it_lost_itself() -> None:
     bench = Bench(num_blocks=40)
     request = bench.add(make([1] * 30, 4))

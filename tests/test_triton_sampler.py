@@ -86,6 +86,15 @@ def test_noise_alone(dtype: torch.dtype) -> None:
     check(logits, params(12, temperature=[0.0, 0.7, 1.0, 1.3]), filtered=False)
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_of_equals_without_noise_the_lowest_is_chosen(filtered: bool) -> None:
+    """As a step that is greedy altogether does: a request's text must not depend on who is beside it."""
+    logits = torch.zeros(4, 300)
+    logits[0, [70, 90, 200]] = logits[2, [130, 290]] = 1
+    got = draw(logits, params(4, temperature=[0.0, 1.0]), filtered)
+    assert got[::2].tolist() == logits[::2].argmax(-1).tolist() == [70, 130]
+
+
 def test_exactly_the_kept_tokens_are_drawn() -> None:
     """At a great temperature all kept tokens are about as likely, so that each is drawn in a few tries."""
     one = torch.randn(120, generator=torch.Generator().manual_seed(3)).mul(4).round().div(4)  # many are equal
