@@ -306,6 +306,37 @@ def test_selectors_find_the_pods_that_they_are_meant_for(cluster: Cluster) -> No
             assert any(wanted <= each.items() for each in labels), resource["metadata"]["name"]
 
 
+@needs_kubectl
+@overlays
+def test_who_may_come_in_finds_a_port_there(cluster: Cluster) -> None:
+    """Ray asks for its token; what is scraped has that name, and is let in."""
+    resources = built(CLUSTER / "overlays" / cluster.overlay)
+    ray = the("RayService", resources)["spec"]["rayClusterConfig"]
+    assert ray["authOptions"] == {"mode": "token"}
+    pods = [group["template"] for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"])]
+    ports = [port for pod in pods for each in pod["spec"]["containers"] for port in each.get("ports", [])]
+    numbers = {port["name"]: port["containerPort"] for port in ports}
+    numbers["dashboard-agent"] = 52365  # Ray's, of every pod: no container names it
+    rays = [each for each in resources if each["metadata"]["name"] == "stepahead"]  # Redis has one of its own
+    ingress = the("NetworkPolicy", rays)["spec"]["ingress"]
+    rules = {
+        each["from"][0].get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/name"): {
+            port["port"] for port in each["ports"]
+        }
+        for each in ingress
+        if "ports" in each
+    }
+    scraped = {"metrics", "as-metrics", "dash-metrics"}
+    assert rules == {
+        None: {numbers["serve"]},
+        "kuberay-operator": {numbers[name] for name in ("dashboard", "serve", "dashboard-agent")},
+        "prometheus": {numbers[name] for name in scraped},
+    }
+    if cluster.on_gpus:
+        monitor = the("PodMonitor", resources)
+        assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} == scraped
+
+
 def test_the_versions_are_the_tested_ones() -> None:
     versions = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     base = yaml.safe_load((CLUSTER / "base" / "rayservice.yaml").read_text())
