@@ -109,6 +109,17 @@ async def test_sessions_and_replicas_to_avoid_reach_the_balancer(world: World) -
     assert await world.send(submission(9, 1, avoid=tuple(names))) not in names
 
 
+async def test_sessions_are_no_reason_unless_asked_for(world: World) -> None:
+    world.router.initialize_state()
+    world.router.update_replicas(list(world.replicas.values()))  # type: ignore[arg-type]
+    names = set()
+    for number in range(30):
+        of_ann = submission(number, text=number, scheduling=SchedulingParams(session="ann"))
+        names.add(await world.send(of_ann))
+        world.balancer.finished(key_of(of_ann))
+    assert names == set("abc")
+
+
 async def test_other_calls_go_anywhere_and_are_no_load(world: World) -> None:
     names = Counter([await world.send("demo", str(number)) for number in range(60)])
     assert set(names) == set("abc")
