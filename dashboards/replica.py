@@ -176,7 +176,12 @@ def _step() -> list[Panel]:
         graph(
             "Host's time for a step by phase",
             "s",
-            (f"{rate(m.HOST_PHASE, 'phase')} / on () group_left () {rate(m.STEPS)}", "{{phase}}"),
+            (
+                # An engine without requests is left out: idle is long, and steps are none.
+                f"{rate(m.HOST_PHASE, 'phase', matchers=('phase!=\"idle\"',))} / on () group_left ()"
+                f" ({rate(m.STEPS)} > 0)",
+                "{{phase}}",
+            ),
             help=m.HOST_PHASE.help,
             stacked=True,
         ),

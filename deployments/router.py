@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 QUIET = TelemetrySettings()
 
+LEAVING = 2.0
+"""Seconds in which Ray Serve, when a client leaves, has cancelled all that is done for it."""
+
 ANSWER_TIMEOUT = 10.0
 """Seconds in which an engine answers a question about itself."""
 
@@ -106,7 +109,9 @@ class Router:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # By Ray Serve, since the client left: to submit again would be wrong.
+            # By Ray Serve, since the client left: to submit again would be wrong. Whoever answers that
+            # client is cancelled too, perhaps later, and ends this; else it would count as our error.
+            await asyncio.sleep(LEAVING)
             return Refusal("unavailable", "the request was cancelled")
         except RayActorError as error:
             return Refusal("lost", str(error))
@@ -137,9 +142,12 @@ class Router:
             self._dispatcher.keep(replicas)
 
     async def _timelines(self, steps: int) -> dict[str, list[dict[str, Any]]]:
-        """Events of the last steps, by replica; of those that answer."""
+        """Events of the last steps, by replica. Raises `ApiError` (503) if there is none, or one hangs."""
         asked = self._engines.broadcast("timeline", steps)
-        found = await asked.results_async(timeout_s=ANSWER_TIMEOUT, return_exceptions=True)
+        try:
+            found = await asked.results_async(timeout_s=ANSWER_TIMEOUT, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError) as error:
+            raise ApiError.server_error(f"no engine answers: {error}", 503) from error
         return dict(each for each in found if not isinstance(each, BaseException))
 
     async def _check_engines(self) -> None:

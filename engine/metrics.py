@@ -167,7 +167,7 @@ HOST_PHASE = _counter(
     "host_phase_seconds",
     "seconds",
     "The engine thread's time by phase: inbox, schedule, prepare, launch, collect (waiting for the device), "
-    "commit, publish",
+    "commit, publish, idle (waiting for requests)",
     "phase",
 )
 

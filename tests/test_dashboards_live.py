@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ from dashboards.alerts import ALERTS
 from dashboards.export import DASHBOARDS, write_alerts, write_dashboards
 from deployments.app import build
 from deployments.settings import Settings, TelemetrySettings
-from engine.metrics import ENGINE_INFO, METRICS, PREEMPTIONS, RESUMPTIONS
+from engine.metrics import (
+    ENGINE_INFO,
+    HTTP_REQUESTS,
+    METRICS,
+    PREEMPTIONS,
+    RESUMPTIONS,
+    SEQUENCES_FINISHED,
+)
 from tests.fake_grafana import FakeGrafana
 from tests.panel_queries import queries
 from tests.prometheus import APPLICATION as RECORDED
@@ -146,6 +153,8 @@ class Traffic:
                 endless = chat | {"stream": True, "max_tokens": 300, "ignore_eos": True}
                 with client.stream("POST", "/chat/completions", json=endless) as answer:
                     next(answer.iter_bytes())
+                with suppress(httpx.ReadTimeout):  # before it has a status
+                    client.post("/chat/completions", json=endless | {"stream": False}, timeout=0.5)
 
 
 def test_every_query_returns_data(live: Live) -> None:
@@ -184,6 +193,14 @@ def test_variables_have_values(live: Live) -> None:
                 assert found, variable["query"]
                 expected = {"application": {"stepahead"}, "deployment": {"Router", "EngineReplica"}}
                 assert expected.get(label, found) <= found
+
+
+def test_who_leaves_is_nobodys_error(live: Live) -> None:
+    """Streams are left all the time: those end as aborts, and no answer counts as an error of the server."""
+    ended = live.prometheus.query(f"sum by (reason) ({SEQUENCES_FINISHED.exported})")
+    assert {series["metric"]["reason"] for series in ended} == {"stop", "length", "abort"}
+    answers = live.prometheus.query(f"sum by (status) ({HTTP_REQUESTS.exported})")
+    assert {series["metric"]["status"] for series in answers} <= {"200", "400", "499"}
 
 
 def test_no_alert_fires(live: Live) -> None:
