@@ -21,6 +21,7 @@ from dashboards.promql import (
 from engine import metrics as m
 
 NOT_USED = 'state!="used"'
+NOT_IDLE = 'phase!="idle"'
 
 
 def replica(datasource: str | None = None) -> dict[str, Any]:
@@ -177,9 +178,8 @@ def _step() -> list[Panel]:
             "Host's time for a step by phase",
             "s",
             (
-                # An engine without requests is left out: idle is long, and steps are none.
-                f"{rate(m.HOST_PHASE, 'phase', matchers=('phase!=\"idle\"',))} / on () group_left ()"
-                f" ({rate(m.STEPS)} > 0)",
+                f"{rate(m.HOST_PHASE, 'phase', matchers=(NOT_IDLE,))}"
+                f" / on () group_left () ({rate(m.STEPS)} > 0)",
                 "{{phase}}",
             ),
             help=m.HOST_PHASE.help,
