@@ -106,11 +106,9 @@ ALERTS = (
         (
             (
                 # A gauge disappears with its replica, so each that was there is counted once. Upgrading all
-                # replaces each once, and that is twice the number. Where that is fixed, Serve does not go on
-                # telling it: then it is the most that there were at once.
+                # replaces each once, and that is twice the number.
                 f"count by ({_DEPLOYMENT}) (count_over_time({REPLICA_HEALTHY}[30m]))"
-                f" - 2 * (max by ({_DEPLOYMENT}) (max_over_time({TARGET_REPLICAS}[30m]))"
-                f" or max_over_time(sum by ({_DEPLOYMENT}) ({REPLICA_HEALTHY})[30m:1m]))",
+                f" - 2 * max by ({_DEPLOYMENT}) (max_over_time({TARGET_REPLICAS}[30m]))",
                 "> 1",
             ),
         ),

@@ -111,6 +111,8 @@ class Grafana:
 
     def dashboard(self, dashboard: Json) -> Change:
         """A dashboard with an `uid`, in the folder. What was changed by hand in Grafana is overwritten."""
+        # Grafana counts these itself; files that were exported from one have its numbers.
+        dashboard = {key: value for key, value in dashboard.items() if key not in ("id", "version")}
         with self._explained(f"dashboard {dashboard['uid']}"):
             found = _or_none(lambda: self._api.dashboard.get_dashboard(dashboard["uid"]))
             if found is not None and _holds(found["dashboard"], dashboard):
@@ -122,7 +124,7 @@ class Grafana:
                 )
             self._api.dashboard.update_dashboard(
                 {
-                    "dashboard": dashboard | {"id": None},
+                    "dashboard": dashboard,
                     "folderUid": FOLDER_UID,
                     "overwrite": True,
                     "message": "python -m dashboards apply",

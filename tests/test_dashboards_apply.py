@@ -84,7 +84,9 @@ def test_only_what_differs_is_written(apply: Apply, grafana: FakeGrafana, url: s
 def test_other_dashboards_go_along(apply: Apply, grafana: FakeGrafana, url: str, tmp_path: Path) -> None:
     """As those of Ray, for the panels that its own dashboard embeds."""
     other = tmp_path / "serve_grafana_dashboard.json"
-    other.write_text(json.dumps({"uid": "rayServeDashboard", "title": "Serve", "panels": []}))
+    other.write_text(
+        json.dumps({"uid": "rayServeDashboard", "title": "Serve", "panels": [], "id": 7, "version": 4})
+    )
     for change in ("created", "unchanged"):
         out = apply("--grafana", url, "--prometheus", PROMETHEUS, other)
         assert f"dashboard rayServeDashboard: {change}" in out
