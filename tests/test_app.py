@@ -24,6 +24,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.balancer import Balancer
 from deployments.generation import Dispatcher, Generation
 from deployments.tape import Record
 from engine.engine import EngineStats
@@ -363,6 +364,12 @@ def requests(tokens: int) -> list[dict[str, Any]]:
     ]
 
 
+def read_balancer(replica: Any) -> tuple[int, int]:
+    """Runs in a Router: engines that it has heard of, and requests that it counts."""
+    balancer: Balancer = replica._replica_impl._user_callable_wrapper._callable._balancer
+    return int((balancer._stamp > 0).sum()), len(balancer._placements)
+
+
 async def test_two_routers_share_two_engines(pair: Pair) -> None:
     asked = requests(60) * 4
     alone = {json.dumps(request): await pair.ask(**request) for request in requests(60)}
@@ -377,6 +384,21 @@ async def test_two_routers_share_two_engines(pair: Pair) -> None:
     assert busy == {0, 1, 2, 3}
     for request, text in zip(asked, await asyncio.gather(*asking), strict=True):
         assert text == alone[json.dumps(request)]
+    for router in pair.actors("Router").values():
+        while (seen := await router.__ray_call__.remote(read_balancer))[1]:
+            pass  # Serve has yet to tell it that a call has ended
+        assert seen[0] == 2
+
+    # A prompt goes where it is cached, through whichever Router it comes.
+    astray = 0
+    engines = pair.actors("EngineReplica").values()
+    for number in range(6):
+        before = [await engine.__ray_call__.remote(count_admitted) for engine in engines]
+        for _ in range(4):
+            await pair.ask(f"{number}. " + "Once upon a time. " * 60, max_tokens=1)
+        after = [await engine.__ray_call__.remote(count_admitted) for engine in engines]
+        astray += min(b - a for a, b in zip(before, after, strict=True))
+    assert astray <= 1  # of 24: what one Router tells the other may be late
 
 
 async def test_more_than_fits_is_a_status_and_nothing_breaks(pair: Pair) -> None:
