@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from benchmarks.ports import free_port
 from benchmarks.streaming_app import MODEL, build
 from deployments import demo_model
 from deployments.text import Tokenizer
@@ -31,13 +32,6 @@ PROCESSES = {
     "haproxy": "haproxy",
 }
 """What is told apart by the CPU it takes, and what the command lines of its processes contain."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def find_words() -> dict[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dashboards.panels import Panel, board, distribution, graph, number
+from dashboards.panels import Panel, board, distribution, graph, number, spread
 from dashboards.promql import (
     DEPLOYMENT,
     DESIRED_REPLICAS,
@@ -166,20 +166,8 @@ def _router() -> list[Panel]:
             help=m.ROUTER_DECISIONS.help,
             stacked=True,
         ),
-        graph(
-            "Score of the replica chosen",
-            "short",
-            (quantile(0.5, m.ROUTER_SCORE), "p50"),
-            (quantile(0.99, m.ROUTER_SCORE), "p99"),
-            help=m.ROUTER_SCORE.help,
-        ),
-        graph(
-            "Time to choose",
-            "s",
-            (quantile(0.5, m.ROUTER_SECONDS), "p50"),
-            (quantile(0.99, m.ROUTER_SECONDS), "p99"),
-            help=m.ROUTER_SECONDS.help,
-        ),
+        spread("Score of the replica chosen", "short", m.ROUTER_SCORE),
+        spread("Time to choose", "s", m.ROUTER_SECONDS),
         graph(
             "Resumptions",
             "ops",

@@ -24,7 +24,8 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from dashboards.promql import APPLICATION, DEPLOYMENT, REPLICA_HEALTHY
+from dashboards.promql import APPLICATION, DEPLOYMENT, REPLICA_HEALTHY, quantile
+from engine.metrics import Metric
 
 TAG = "stepahead"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -90,6 +91,17 @@ def graph(
     if any("{{replica}}" in legend for _, legend in queries):
         panel.data_links([_link("Ray: deployment", RAY_DEPLOYMENT)])
     return panel
+
+
+def spread(title: str, unit: str, histogram: Metric, high: float = 0.99) -> timeseries.Panel:
+    """The median of a histogram and a high quantile, over time."""
+    return graph(
+        title,
+        unit,
+        (quantile(0.5, histogram), "p50"),
+        (quantile(high, histogram), f"p{100 * high:g}"),
+        help=histogram.help,
+    )
 
 
 def number(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dashboards.panels import Panel, board, graph, number
+from dashboards.panels import Panel, board, graph, number, spread
 from dashboards.promql import (
     NODE_CPU_UTILIZATION,
     NODE_GPU_TEMPERATURE,
@@ -12,7 +12,6 @@ from dashboards.promql import (
     NODE_MEMORY_USED,
     PER_REPLICA,
     on_gpu_of,
-    quantile,
     rate,
     select,
     share,
@@ -120,13 +119,7 @@ def _overlap() -> list[Panel]:
             (share(gap, f"({active} + ({gap} or 0 * {active}))"), "{{replica}}"),
             help=m.GAP_SECONDS.help,
         ),
-        graph(
-            "Gap before a step",
-            "s",
-            (quantile(0.5, m.STEP_GAP), "p50"),
-            (quantile(0.99, m.STEP_GAP), "p99"),
-            help=m.STEP_GAP.help,
-        ),
+        spread("Gap before a step", "s", m.STEP_GAP),
         graph(
             "Host's work that the device's hides",
             "percentunit",
@@ -160,20 +153,8 @@ def _overlap() -> list[Panel]:
 
 def _step() -> list[Panel]:
     return [
-        graph(
-            "Compute of a step",
-            "s",
-            (quantile(0.5, m.STEP_COMPUTE), "p50"),
-            (quantile(0.99, m.STEP_COMPUTE), "p99"),
-            help=m.STEP_COMPUTE.help,
-        ),
-        graph(
-            "Host's work on a step",
-            "s",
-            (quantile(0.5, m.HOST_STEP), "p50"),
-            (quantile(0.99, m.HOST_STEP), "p99"),
-            help=m.HOST_STEP.help,
-        ),
+        spread("Compute of a step", "s", m.STEP_COMPUTE),
+        spread("Host's work on a step", "s", m.HOST_STEP),
         graph(
             "Host's time for a step by phase",
             "s",
@@ -186,20 +167,8 @@ def _step() -> list[Panel]:
             stacked=True,
         ),
         graph("Steps/s by kind", "ops", (rate(m.STEPS, "kind"), "{{kind}}"), help=m.STEPS.help, stacked=True),
-        graph(
-            "Requests in a step",
-            "short",
-            (quantile(0.5, m.STEP_REQUESTS), "p50"),
-            (quantile(0.95, m.STEP_REQUESTS), "p95"),
-            help=m.STEP_REQUESTS.help,
-        ),
-        graph(
-            "Tokens in a step",
-            "short",
-            (quantile(0.5, m.STEP_TOKENS), "p50"),
-            (quantile(0.95, m.STEP_TOKENS), "p95"),
-            help=m.STEP_TOKENS.help,
-        ),
+        spread("Requests in a step", "short", m.STEP_REQUESTS, 0.95),
+        spread("Tokens in a step", "short", m.STEP_TOKENS, 0.95),
     ]
 
 
@@ -213,13 +182,7 @@ def _requests() -> list[Panel]:
             (total(m.RUNNING_LIMIT), "may run"),
             help=m.WAITING.help,
         ),
-        graph(
-            "Time in the queue",
-            "s",
-            (quantile(0.5, m.QUEUE), "p50"),
-            (quantile(0.99, m.QUEUE), "p99"),
-            help=m.QUEUE.help,
-        ),
+        spread("Time in the queue", "s", m.QUEUE),
         graph(
             "Accepted, preempted, aborted",
             "ops",

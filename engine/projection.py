@@ -14,14 +14,11 @@ from torch.nn.functional import linear, silu
 
 from engine.norm import add_rms_norm
 
-try:
-    from engine import triton_projection as kernels
-except ImportError:  # without a GPU there may be no triton, and nothing here then needs it
-    kernels = None  # type: ignore[assignment]
-
 MAX_ROWS = 64
 PART = 64
-"""Columns whose squares are summed up together."""
+"""Columns whose squares are summed up together: those of one program of the kernel."""
+DEPTH = 128
+"""The kernel takes a multiple of so many inputs."""
 
 _library = torch.library.Library("stepahead", "FRAGMENT")
 _library.define("project(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor")
@@ -44,7 +41,7 @@ project_add = torch.ops.stepahead.project_add
 
 def can_defer_norm(inputs: int, outputs: int, dtype: torch.dtype) -> bool:
     """Whether `project_add` takes a weight [outputs, inputs]: in float16 the unnormed sum may overflow."""
-    return inputs % 128 == 0 and outputs % PART == 0 and dtype != torch.float16
+    return inputs % DEPTH == 0 and outputs % PART == 0 and dtype != torch.float16
 
 
 def _few(x: torch.Tensor) -> bool:
@@ -53,34 +50,39 @@ def _few(x: torch.Tensor) -> bool:
 
 def _fast(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
     return (
-        kernels is not None
-        and x.is_cuda
+        x.is_cuda
         and _few(x)
         and x.dtype == torch.bfloat16
-        and x.shape[-1] % kernels.DEPTH == 0
-        and weight.shape[0] % (kernels.COLUMNS * (2 if gated else 1)) == 0
+        and x.shape[-1] % DEPTH == 0
+        and weight.shape[0] % (PART * (2 if gated else 1)) == 0
         and torch.cuda.get_device_capability(x.device)[0] in (9, 10)  # others have less shared memory
     )
 
 
 def _project(x, weight, squares, eps, gated):
     if _fast(x, weight, gated):
-        return kernels.launch(x, weight, squares=squares, eps=eps, gated=gated)[0]
+        from engine import triton_projection  # comes with torch's CUDA builds only
+
+        return triton_projection.launch(x, weight, squares=squares, eps=eps, gated=gated)[0]
     out = linear(x, weight)
     if squares is not None and _few(x):
         factor = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
         out = (out.float() * factor).to(x.dtype)
     if not gated:
         return out
-    if x.is_cuda and kernels is not None:
-        return kernels.gate(out)
+    if x.is_cuda:
+        from engine import triton_projection
+
+        return triton_projection.gate(out)
     first, second = out.chunk(2, -1)
     return silu(first) * second
 
 
 def _project_add(x, weight, residual, norm_weight, eps):
     if _fast(x, weight):
-        return kernels.launch(x, weight, residual=residual, norm_weight=norm_weight)
+        from engine import triton_projection
+
+        return triton_projection.launch(x, weight, residual=residual, norm_weight=norm_weight)
     out = linear(x, weight)
     if not _few(x):
         normed, total = add_rms_norm(out, residual, norm_weight, eps)

@@ -27,6 +27,14 @@ def await_previous_kernel(DEPENDENT: tl.constexpr):
 
 
 @functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 elsewhere, where kernels are interpreted one program after the other."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` are to be launched with DEPENDENT and `launch_options`."""
     return (

@@ -16,17 +16,28 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.triton_launch import await_previous_kernel, dependent_launch, launch_options
+from engine.projection import DEPTH, PART
+from engine.triton_launch import (
+    await_previous_kernel,
+    dependent_launch,
+    launch_options,
+    multiprocessors,
+)
 
-MAX_ROWS = 64
-COLUMNS = 64
+COLUMNS = PART
 """Columns of a program: the least that Hopper's matrix instruction takes, with the weights as its rows."""
-DEPTH = 128
-"""Inputs of one iteration."""
 MIN_PROGRAMS = 64
 """Programs that nearly fill the memory's bandwidth."""
 MAX_DEPTH = 4096
 """Inputs beyond which a program is worth splitting, as long as there are multiprocessors left."""
+
+
+@triton.jit
+def _gated(first, second):
+    """SiLU(first) * second (Shazeer, 2020), rounded where separate calls round."""
+    gate = first.to(tl.float32)
+    gate = (gate / (1 + tl.exp(-gate))).to(first.dtype).to(tl.float32)
+    return (gate * second.to(tl.float32)).to(first.dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -108,10 +119,8 @@ def _projection_kernel(
         dtype: tl.constexpr = out.dtype.element_ty
         if GATED:
             pair = tl.permute(tl.reshape(acc, (2, COLUMNS // 2, ROWS)), (1, 2, 0))
-            gate, up = tl.split(pair)
-            gate = gate.to(dtype).to(tl.float32)
-            gated = (gate / (1 + tl.exp(-gate))).to(dtype).to(tl.float32)
-            made = (gated * up.to(dtype).to(tl.float32)).to(dtype)
+            first, second = tl.split(pair)
+            made = _gated(first.to(dtype), second.to(dtype))
             made_column = tile * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
             place = row[:, None] * columns + made_column[None, :]
             tl.store(out + place, tl.trans(made), mask=inside[:, None])
@@ -143,13 +152,6 @@ def splits(tiles: int, depth: int, multiprocessors: int) -> int:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.cache
 def _arrivals(device: torch.device, stream: int) -> torch.Tensor:
     """Counters of the splits, all 0 between launches: launches of one stream share them in turn."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
@@ -165,21 +167,19 @@ def launch(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, total, squares) of `project` (out alone) and `project_add`, for at most MAX_ROWS rows.
+    """(out, total, squares) of `project` (out alone) and `project_add`, for a few dozen rows.
 
     The matrix needs a multiple of COLUMNS rows (twice that where it is gated) and of DEPTH columns.
     """
     depth = x.shape[-1]
     rows, columns = x.numel() // depth, weight.shape[0] // (2 if gated else 1)
     x = x.contiguous()
-    multiprocessors = _multiprocessors(x.device)
-    width = COLUMNS
-    if residual is None and weight.shape[0] // COLUMNS > 3 * multiprocessors:
-        width = 2 * COLUMNS
-    if weight.shape[0] % width:
-        width = COLUMNS
+    programs = multiprocessors(x.device)
+    wide = 2 * COLUMNS
+    enough = residual is None and weight.shape[0] // COLUMNS > 3 * programs
+    width = wide if enough and weight.shape[0] % wide == 0 else COLUMNS
     tiles = weight.shape[0] // width
-    split = 1 if gated else splits(tiles, depth, multiprocessors)
+    split = 1 if gated else splits(tiles, depth, programs)
     padded = max(16, triton.next_power_of_2(rows))
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     total, summed = out, x  # not touched where there is nothing to add
@@ -230,14 +230,13 @@ def _gate_kernel(out, x, columns, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
-    gate = tl.load(x + row * 2 * columns + column, mask=inside).to(tl.float32)
-    up = tl.load(x + (row * 2 + 1) * columns + column, mask=inside).to(tl.float32)
-    gated = (gate / (1 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * columns + column, (gated * up).to(out.dtype.element_ty), mask=inside)
+    first = tl.load(x + row * 2 * columns + column, mask=inside)
+    second = tl.load(x + (row * 2 + 1) * columns + column, mask=inside)
+    tl.store(out + row * columns + column, _gated(first, second), mask=inside)
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2n] -> [..., n]: SiLU of the first half, times the second (Shazeer, 2020)."""
+    """[..., 2n] -> [..., n]: SiLU of the first half, times the second."""
     columns = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     width = 2048

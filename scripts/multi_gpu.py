@@ -16,13 +16,13 @@ import asyncio
 import logging
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ports import free_port
 from benchmarks.targets import Clients, now, undisturbed
 
 CONTEXT = 8192
@@ -60,13 +60,6 @@ def settings(args: argparse.Namespace, shape: str, folder: Path) -> Any:
         routers=args.routers,
         engine=engine,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def gpus() -> tuple[int, str]:

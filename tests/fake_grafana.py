@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.http_server import QuietHandler, serving
 
 Json = dict[str, Any]
 
@@ -36,7 +36,7 @@ class FakeGrafana:
         """Its URL, without user and password."""
         grafana = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def _do(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length) or b"{}")
@@ -53,18 +53,8 @@ class FakeGrafana:
 
             do_GET = do_POST = do_PUT = _do
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}{self.prefix}"
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        with serving(Handler) as address:
+            yield f"http://{address}{self.prefix}"
 
     def answer(
         self, method: str, path: str, body: Json, authorization: str | None

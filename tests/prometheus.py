@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 import yaml
 
 from engine.metrics import Metric
+from tests.http_server import QuietHandler, serving
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
@@ -114,7 +113,7 @@ def recording(metrics: list[Metric], node: dict[str, float]) -> Iterator[str]:
             lines += [f"# TYPE {name} gauge", _sample(name, labels, value)]
         return "\n".join(lines) + "\n"
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             nonlocal scrapes
             scrapes += 1
@@ -123,18 +122,8 @@ def recording(metrics: list[Metric], node: dict[str, float]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(text().encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as address:
+        yield address
 
 
 def _sample(name: str, labels: dict[str, str], value: float) -> str:

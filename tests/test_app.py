@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections import Counter
@@ -24,6 +23,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from benchmarks.ports import free_port
 from deployments.balancer import Balancer
 from deployments.generation import Dispatcher, Generation
 from deployments.tape import Record
@@ -45,13 +45,6 @@ CAPITALS = (
     "Israel Thailand Vietnam"
 ).split()
 LONG = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class App:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import pytest
 import ray
 from ray import serve
 
+from benchmarks.ports import free_port
 from cluster.serve import Application, HttpOptions, ServeConfig
 from deployments.settings import Settings
 
@@ -36,13 +36,6 @@ ROOT = Path(__file__).parents[1]
 QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Italy", "Japan", "Peru")]
 BEFORE, AFTER = 6, 8
 """`max_running_requests` of the old configuration and the new."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

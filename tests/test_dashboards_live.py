@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from typer.testing import CliRunner
 
+from benchmarks.ports import free_port
 from dashboards import promql
 from dashboards.__main__ import app
 from dashboards.alerts import ALERTS
@@ -36,7 +37,6 @@ from tests.fake_grafana import FakeGrafana
 from tests.panel_queries import queries
 from tests.prometheus import APPLICATION as RECORDED
 from tests.prometheus import GPU, Prometheus, needs_prometheus, prometheus, recording
-from tests.test_app import free_port
 
 pytestmark = [
     needs_prometheus,

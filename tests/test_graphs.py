@@ -58,17 +58,21 @@ def captured_runner(lanes: Lanes, graphs: RunAgain, depth: int) -> Runner:
     return runner
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_replayed_steps_give_the_tokens_of_each_request_alone(depth: int) -> None:
-    lanes, graphs = make_lanes(DEVICE), RunAgain()
-    runner = captured_runner(lanes, graphs, depth)
-    scheduler = Scheduler(
+def new_scheduler() -> Scheduler:
+    return Scheduler(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         context_length=32,
         max_running_requests=ROWS,
         max_tokens_per_step=MAX_TOKENS,
     )
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_replayed_steps_give_the_tokens_of_each_request_alone(depth: int) -> None:
+    lanes, graphs = make_lanes(DEVICE), RunAgain()
+    runner = captured_runner(lanes, graphs, depth)
+    scheduler = new_scheduler()
     requests = [
         Request(str(i), [1 + i % 12] * (1 + i % 5), SamplingParams(max_tokens=1 + i * 7 % 20, temperature=0))
         for i in range(40)
@@ -99,13 +103,7 @@ def test_replayed_steps_give_the_tokens_of_each_request_alone(depth: int) -> Non
 def test_sampling_is_replayed_as_the_step_needs_it() -> None:
     lanes, graphs = make_lanes(DEVICE), RunAgain()
     runner = captured_runner(lanes, graphs, 1)
-    scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        context_length=32,
-        max_running_requests=ROWS,
-        max_tokens_per_step=MAX_TOKENS,
-    )
+    scheduler = new_scheduler()
     kinds = {
         "greedy": SamplingParams(max_tokens=3, temperature=0),
         "noisy": SamplingParams(max_tokens=3, temperature=1),
@@ -126,13 +124,7 @@ def test_penalties_are_taken_after_a_captured_forward(depth: int) -> None:
     """The toy's favourite token leads by 1; what was said before is 2 behind, so no token comes twice."""
     lanes, graphs = make_lanes(DEVICE), RunAgain()
     runner = captured_runner(lanes, graphs, depth)
-    scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        context_length=32,
-        max_running_requests=ROWS,
-        max_tokens_per_step=MAX_TOKENS,
-    )
+    scheduler = new_scheduler()
     for i in range(3):
         scheduler.add(
             Request(str(i), [1 + i, 2], SamplingParams(max_tokens=12, temperature=0, presence_penalty=2))

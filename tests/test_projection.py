@@ -28,6 +28,13 @@ DTYPE = torch.bfloat16 if on_gpu else torch.float16  # which the interpreter can
 EPS = 1e-5
 
 
+@pytest.fixture(autouse=True)
+def some_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that interpreted kernels split their work too."""
+    if INTERPRETED:
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 4)
+
+
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
@@ -76,7 +83,7 @@ def test_kernels_equal_the_reference(rows: int, inputs: int, outputs: int) -> No
     close(normed, total.double() * norm.double(), tolerance)
     close(squares, total.double().square().view(1, rows, -1, kernels.COLUMNS).sum(-1), 1e-5)
 
-    if outputs % kernels.DEPTH:
+    if outputs % projection.DEPTH:
         return
     second = drawn(256, outputs, seed=4, dtype=dtype, scale=outputs**-0.5)
     factor = torch.rsqrt(total.double().square().mean(-1, keepdim=True) + EPS)
@@ -89,7 +96,7 @@ def test_kernels_equal_the_reference(rows: int, inputs: int, outputs: int) -> No
 
 @needs_triton
 def test_wide_tiles_and_splits_are_chosen_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 4)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 4)
     seen: list[tuple[int, int]] = []
     run = kernels._projection_kernel
 

@@ -12,9 +12,9 @@ import pytest
 import ray
 from ray import serve
 
+from benchmarks.ports import free_port
 from deployments.app import build
 from deployments.settings import Settings
-from tests.test_app import free_port
 
 pytestmark = [
     pytest.mark.nightly,

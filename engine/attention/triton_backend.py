@@ -10,6 +10,7 @@ from engine.attention.triton_decode import DecodeScratch, decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_rotary import rotate_and_write
 from engine.attention.triton_write import write_cache
+from engine.triton_launch import multiprocessors
 
 PROGRAMS_PER_SM = 1
 """Decode programs to aim for on each multiprocessor: measured, more of them only wait for each other."""
@@ -118,9 +119,7 @@ class TritonAttention:
         """
         device = torch.device(device)
         if programs is None:
-            on_gpu = device.type == "cuda"
-            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-            programs = PROGRAMS_PER_SM * multiprocessors
+            programs = PROGRAMS_PER_SM * multiprocessors(device)
         self.scratch = DecodeScratch.allocate(max_sequences, heads, kv_heads, head_dim, programs, device)
 
     def __call__(
