@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--attention", choices=["auto", "torch", "triton"], default="auto")
+    parser.add_argument("--attention", choices=["auto", "torch", "triton", "flashinfer"], default="auto")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
     parser.add_argument("--peer", choices=["transformers"], help="also run this, on the same weights")

@@ -55,8 +55,9 @@ class EngineConfig(BaseModel):
     prefix_caching: bool = True
     """Share the blocks of equal prefixes."""
 
-    attention: Literal["auto", "torch", "triton"] = "auto"
-    """Backend of the paged attention. `auto`: triton on a GPU, torch on a CPU."""
+    attention: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+    """Backend of the paged attention. `auto`: triton on a GPU, torch on a CPU. `flashinfer`: triton, but its
+    XQA kernel decodes (Hopper or Blackwell, 16 bits, blocks of 16 to 128; no windows, no soft cap)."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs (no effect on a CPU)."""
     compile: bool = True

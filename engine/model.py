@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from engine.attention import LayerCache, PagedAttention, PagedBatch, PreparesBatch, get_backend
+from engine.attention.flashinfer_decode import check_flashinfer
 from engine.attention.rotary import Rotary
 from engine.compiler import compile_model
 from engine.config import EngineConfig
@@ -96,7 +97,8 @@ class PagedModel:
         """Read (or draw) the weights of `config.model`, in `dtype`, onto `device`.
 
         Raises `ModelError` if there is no such model, its files are broken or its context is shorter
-        than `config.context_length`; `UnsupportedModelError` if its architecture can't be served.
+        than `config.context_length`; `UnsupportedModelError` if its architecture can't be served;
+        `ValueError` if `config.attention` can't.
         """
         model_config = _read_config(config)
         _check(model_config)
@@ -106,6 +108,8 @@ class PagedModel:
         model.train(False).requires_grad_(False)
         _freeze_rope(model)
         layers = find_layers(model)
+        if config.attention == "flashinfer":
+            check_flashinfer(layers, device=device, dtype=dtype, block_size=config.block_size)
         attention = get_backend(
             config.attention,
             device,

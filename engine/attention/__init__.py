@@ -82,7 +82,7 @@ class PreparesBatch(Protocol):
 
 
 def get_backend(
-    name: Literal["auto", "torch", "triton"],
+    name: Literal["auto", "torch", "triton", "flashinfer"],
     device: torch.device,
     *,
     max_sequences: int,
@@ -90,7 +90,7 @@ def get_backend(
     kv_heads: int,
     head_dim: int,
 ) -> PagedAttention:
-    """The backend of that name; `auto` is triton on a GPU and torch on a CPU.
+    """The backend of that name; `auto` is triton on a GPU and torch on a CPU. See `check_flashinfer`, too.
 
     Sized for `max_sequences` in a step; head counts and dimension are the largest of any layer.
     """
@@ -101,5 +101,10 @@ def get_backend(
     from engine.attention.triton_backend import TritonAttention
 
     return TritonAttention(
-        max_sequences=max_sequences, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
+        max_sequences=max_sequences,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        device=device,
+        flashinfer=name == "flashinfer",
     )

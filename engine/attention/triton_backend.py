@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.attention import LayerCache, PagedBatch
+from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
 from engine.attention.triton_decode import DecodeScratch, decode
 from engine.attention.triton_prefill import prefill
@@ -45,10 +46,12 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    flashinfer: bool,
 ) -> torch.Tensor:
     """Write key and value into the caches, then attend; tokens that no sequence names stay undefined.
 
     cos, sin, query_norm, key_norm and eps are those of a `Rotary`, or None and 0 where there is none.
+    `flashinfer`: decode by its kernel, which knows neither window nor soft cap.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if cos is None or sin is None:
@@ -56,7 +59,19 @@ def paged_attention(
     else:
         rotary = Rotary(cos, sin, query_norm, key_norm, eps)
         query = rotate_and_write(query, key, value, rotary, key_cache, value_cache, cache_slots)
-    if num_decodes:
+    if num_decodes and flashinfer:
+        flashinfer_decode(
+            out,
+            query,
+            key_cache,
+            value_cache,
+            context_len,
+            block_tables,
+            arrivals,
+            num_decodes=num_decodes,
+            scale=scale,
+        )
+    elif num_decodes:
         decode(
             out,
             query,
@@ -112,14 +127,17 @@ class TritonAttention:
         head_dim: int,
         device: torch.device | str,
         programs: int | None = None,
+        flashinfer: bool = False,
     ) -> None:
         """Room for `max_sequences` decoding at once; head counts and dimension are the largest of any layer.
 
-        `programs` is what decode aims for in one launch: by default a few per multiprocessor.
+        `programs` is what decode aims for in one launch: by default a few per multiprocessor. `flashinfer`:
+        its kernel decodes in the layers that it takes (see `check_flashinfer`).
         """
         device = torch.device(device)
         if programs is None:
             programs = PROGRAMS_PER_SM * multiprocessors(device)
+        self.flashinfer = flashinfer
         self.scratch = DecodeScratch.allocate(max_sequences, heads, kv_heads, head_dim, programs, device)
 
     def __call__(
@@ -145,7 +163,7 @@ class TritonAttention:
                 raise ValueError(f"{name}: the elements of one head must be contiguous")
         if rotary is not None and (rotary.cos.stride(-1) != 1 or rotary.sin.stride(-1) != 1):
             raise ValueError("rotary: the elements of one token must be contiguous")
-        scratch = self.scratch
+        scratch, group = self.scratch, query.shape[1] // key.shape[1]
         out: torch.Tensor = paged_attention(
             query,
             key,
@@ -167,5 +185,6 @@ class TritonAttention:
             scale,
             window,
             softcap,
+            self.flashinfer and takes(group, query.shape[2], window, softcap),
         )
         return out
