@@ -2,7 +2,8 @@
 
 Decode is judged by the read bandwidth, prefill by the matmul rate, both measured in the same run.
 Each case is captured in a CUDA graph that goes round several sets of pages, together larger than
-the L2 cache; a figure is the median of 20 replays, with the span of the middle 80 %.
+the L2 cache; a figure is the median of 20 replays, with the span of the middle 80 %. `--flashinfer`
+measures FlashInfer's decode beside the own one, wherever it takes the case.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import triton
 
+from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
 from engine.attention.triton_backend import PROGRAMS_PER_SM
 from engine.attention.triton_decode import DecodeScratch, decode
@@ -192,8 +195,9 @@ SWEEP: dict[str, list[tuple[TileConfig | None, int]]] = {
 class Bench:
     """The limits of this device, and the rows measured against them."""
 
-    def __init__(self, json_path: Path | None) -> None:
+    def __init__(self, json_path: Path | None, flashinfer: bool) -> None:
         self.json_path = json_path
+        self.flashinfer = f"flashinfer {version('flashinfer-python')}" if flashinfer else ""
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self.bandwidth = read_bandwidth()
         self.flops = matmul_rate()
@@ -237,6 +241,13 @@ class Bench:
         calls[0]()
         want = inputs.out.clone()
         self.report(case, time_calls(calls), limit_us, "as it is")
+        group = case.heads // case.kv_heads
+        if self.flashinfer and case.new == 1 and takes(group, case.head_dim, case.window, case.softcap):
+            calls = inputs.flashinfer_calls()
+            inputs.out.fill_(torch.nan)
+            calls[0]()
+            torch.testing.assert_close(inputs.out, want, atol=2e-2, rtol=2e-2)
+            self.report(case, time_calls(calls), limit_us, self.flashinfer)
         for config, programs_per_sm in variants:
             note = f"{config or 'as it is'}, {programs_per_sm} programs per SM"
             calls = inputs.calls(config, programs_per_sm * self.multiprocessors)
@@ -317,6 +328,14 @@ class Inputs:
             for table in self.tables
         ]
 
+    def flashinfer_calls(self) -> list[Callable[[], None]]:
+        """One launch of FlashInfer's decode for each set of pages."""
+        case, sequences = self.case, len(self.case.contexts)
+        arrivals = torch.zeros(sequences * case.kv_heads, dtype=torch.int32, device=DEVICE)
+        tensors = (self.out, self.query, self.key_cache, self.value_cache, self.context_len)
+        options = {"num_decodes": sequences, "scale": case.head_dim**-0.5}
+        return [partial(flashinfer_decode, *tensors, table, arrivals, **options) for table in self.tables]
+
 
 def bench_write(tokens: int) -> None:
     """The cache write alone: it should take a few microseconds, whatever the bandwidth."""
@@ -352,14 +371,18 @@ def bench_rotary(tokens: int, heads: int, *, norms: bool, bandwidth: float) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tile configurations too")
+    parser.add_argument("--flashinfer", action="store_true", help="measure FlashInfer's decode too")
+    parser.add_argument("--case", nargs="*", choices=[case.name for case in (*DECODE, *PREFILL)])
     parser.add_argument("--json", type=Path, help="append one JSON line per figure to this file")
     arguments = parser.parse_args()
-    bench = Bench(arguments.json)
-    for tokens in (32, 256, 8192):
+    bench = Bench(arguments.json, arguments.flashinfer)
+    for tokens in () if arguments.case else (32, 256, 8192):
         bench_write(tokens)
         bench_rotary(tokens, 32, norms=False, bandwidth=bench.bandwidth)
         bench_rotary(tokens, 16, norms=True, bandwidth=bench.bandwidth)
     for case in (*DECODE, *PREFILL):
+        if arguments.case and case.name not in arguments.case:
+            continue
         bench.run(case, *(SWEEP.get(case.name, ()) if arguments.sweep else ()))
 
 
