@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OLDEST = "0.6.17"  # before it, a split that came late could overwrite the merged output
 WORKSPACE_BYTES = 4 << 20
-"""Twice what the splits of as many programs as a GPU has multiprocessors leave behind, at most."""
+"""Three times what a GPU full of splits (one for each multiprocessor) of 16 heads of 256 leaves behind."""
 
 
 def takes(group: int, head_dim: int, window: int | None, softcap: float | None) -> bool:
