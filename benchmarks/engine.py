@@ -1,13 +1,15 @@
-"""How fast the engine is on this machine's GPU, against what its memory allows.
+"""How fast the engine is on this machine's GPU, against what its memory and matrix units allow.
 
-    python -m benchmarks.engine --workload 8b-b32 0.6b-b32 [--out benchmarks/results/h200.jsonl]
+    python -m benchmarks.engine --workload 8b-b32 0.6b-b32 --runs 3 [--out benchmarks/results/h200.jsonl]
+    python -m benchmarks.engine --workload 8b-b32 --peer transformers
     python -m benchmarks.engine --shape 8b --requests 16 --prompt 100 --output 50
     python -m benchmarks.engine --model $(python -m deployments.demo_model) --requests 32 --output 128
 
-Runs each workload with overlap on and off in one process, on the same random weights and prompts,
-checks that every request got exactly its tokens and that the tokens of both are equal, and prints
-one JSON line for each run and a table. `python -m benchmarks.report` makes the page of the lines.
-Needs torch, transformers and pydantic only.
+Measures the limits, then runs each workload with overlap on and off in one process, on the same random
+weights and prompts, checks that every request got exactly its tokens and that those of on and off are
+equal, then runs the peer, and at last looks at the kernels with a profiler, which slows down what comes
+after. Prints a table and a JSON line for each run. `python -m benchmarks.report` makes the page of the
+lines. Needs torch, transformers and pydantic only.
 """
 
 from __future__ import annotations
@@ -15,140 +17,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import itertools
 import json
+import logging
+import os
 import statistics
+import sys
 import tempfile
-import threading
-import time
-from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
-from benchmarks.peers import run_transformers
-from benchmarks.workloads import SHAPES, WORKLOADS, Workload, chat_prompts, limit_ms, save_config
+from benchmarks.limits import measure_limits, percentages, read_bandwidth
+from benchmarks.measuring import Measured, Prompts
+from benchmarks.pages.engine import screen
+from benchmarks.peers import Stuck, Transformers, within
+from benchmarks.workloads import SHAPES, WORKLOADS, Workload, chat_prompts, random_prompts, save_config
 from engine.config import EngineConfig
-from engine.engine import AsyncEngine
-from engine.request import Request, SamplingParams
-from engine.timeline import Recording, Timeline
 
-MOST_STEPS = 20_000
-
-
-def report(recording: Recording) -> dict[str, Any]:
-    """By the engine's own timeline, of the steps that only decode. Milliseconds, but gaps in microseconds."""
-    steps, phases = recording.steps, defaultdict[str, list[float]](list)
-    for span in recording.spans:
-        if span.phase != "idle":
-            phases[span.phase].append((span.end - span.begin) * 1e3)
-    between = [
-        (later.collected - earlier.collected) * 1e3
-        for earlier, later in itertools.pairwise(steps)
-        if later.kind == "decode"
-    ]
-    gaps = [each.timing.gap * 1e6 for each in steps[1:]]
-    computed = sum(each.timing.compute for each in steps)
-    return {
-        "steps": len(steps),
-        "ms_per_step": statistics.median(between) if between else None,
-        "ms_per_step_p99": float(np.percentile(between, 99)) if between else None,
-        "host_ms": {name: statistics.median(times) for name, times in phases.items()},
-        "gpu_active_events": computed / (computed + sum(gaps) / 1e6),
-        "gap_us_p50": float(np.percentile(gaps, 50)) if gaps else None,
-        "gap_us_p99": float(np.percentile(gaps, 99)) if gaps else None,
-    }
-
-
-def timing_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
-
-
-async def run_engine(
-    config: EngineConfig, prompts: list[list[int]], output: int, profile: Path | None = None
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """All requests admitted at once; returns the figures and every request's tokens."""
-    engine = AsyncEngine(config)
-    engine.timeline = Timeline(MOST_STEPS)
-    begin = time.perf_counter()
-    await engine.start()
-    start_s = time.perf_counter() - begin
-
-    async def generate(name: str, prompt: list[int], n: int) -> list[int]:
-        tokens: list[int] = []
-        sampling = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
-        async for each in engine.generate(Request(name, prompt, sampling)):
-            tokens += each.tokens
-        return tokens
-
-    await asyncio.gather(*(generate(f"warm-{i}", p[::-1], min(output, 8)) for i, p in enumerate(prompts)))
-    gate, warm = threading.Event(), engine.timeline.recent(1).steps[-1].step
-
-    def hold() -> None:
-        gate.wait()  # so that no step begins before all requests are there
-
-    engine._inbox.put(hold)
-    tasks = [asyncio.create_task(generate(f"{i}", p, output)) for i, p in enumerate(prompts)]
-    await asyncio.sleep(0)
-    begin = time.perf_counter()
-    gate.set()
-    tokens = await asyncio.gather(*tasks)
-    total_s = time.perf_counter() - begin
-    figures = report(engine.timeline.recent(after=warm)) | {"total_s": total_s, "start_s": start_s}
-    figures["output_tokens_per_s"] = len(prompts) * output / total_s
-    blocks = engine._scheduler.counts().total
-    if profile:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            await asyncio.gather(
-                *(generate(f"profile-{i}", p, min(output, 33)) for i, p in enumerate(prompts))
-            )
-        table = profiler.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=100
-        )
-        profile.write_text("All kernels of a run of 33 tokens a request, prefill included.\n" + table)
-    await engine.stop()
-    short = [i for i, got in enumerate(tokens) if len(got) != output]
-    if short:
-        raise RuntimeError(f"requests {short} did not get exactly {output} tokens")
-    return figures | {"num_blocks": blocks}, tokens
-
-
-def read_bandwidth() -> float:
-    """Bytes per second that a reduction over 8 GiB reads: the ceiling that limits are taken from."""
-    data = torch.empty(2**31, dtype=torch.int32, device="cuda").random_()
-    times = []
-    for _ in range(8):
-        begin, end = (timing_event() for _ in range(2))
-        begin.record()
-        data.max()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return float(data.numel() * data.element_size() / statistics.median(times))
-
-
-def line(workload: Workload, overlap: bool, peer: str | None, args: Any) -> dict[str, Any]:
-    """What was run, for the record."""
-    return {
-        "workload": workload.name,
-        "shape": Path(workload.shape).name,
-        "requests": workload.requests,
-        "prompt": workload.prompt,
-        "output": workload.output,
-        "overlap": overlap,
-        "peer": peer,
-        "block_size": args.block_size,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "version": args.version,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-    }
+LONG_RUN = 60.0
+"""Seconds: what takes longer runs once with overlap off and on a peer, whatever `--runs` says."""
+PEER_START = 60.0
+"""Seconds that a peer may take to start; then five times what the engine took, and 20 s, for each run."""
 
 
 def release() -> None:
@@ -158,72 +50,190 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def run(workload: Workload, overlaps: list[bool], bandwidth: float | None, args: Any) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    first = None
+class Case:
+    """One workload: its model, its prompts, and what was measured of it so far."""
 
-    def add(figures: dict[str, Any]) -> None:
-        lines.append(figures)
-        print(json.dumps(figures), flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(json.dumps(figures) + "\n")
+    def __init__(self, workload: Workload, folder: Path, args: argparse.Namespace) -> None:
+        self.workload, self.args = workload, args
+        self.random = workload.shape in SHAPES
+        self.model = workload.shape
+        if self.random:
+            self.model = save_config(
+                workload.shape, folder / workload.name, workload.prompt + workload.output
+            )
+        self.lines: list[dict[str, Any]] = []
+        self.limits: dict[str, Any] = {}
+        self._tokens: dict[tuple[bool, int], list[list[int]]] = {}
 
-    with tempfile.TemporaryDirectory() as directory:
-        if workload.shape in SHAPES:
-            model = save_config(workload.shape, Path(directory), workload.prompt + workload.output)
-            rng = np.random.default_rng(0)
-            vocab = SHAPES[workload.shape]["vocab_size"]
-            prompts = rng.integers(1, vocab, (workload.requests, workload.prompt)).tolist()
-        else:
-            model = workload.shape
-            prompts = chat_prompts(model, workload.requests)
-        mean_context = statistics.mean(map(len, prompts)) + workload.output / 2
-        shape = transformers.AutoConfig.from_pretrained(model)
+    def prompts(self, run: int) -> Prompts:
+        """Other ones for each run, so that none is in the prefix cache; the same for whatever runs them."""
+        workload = self.workload
+        if self.random:
+            return random_prompts(workload, seed=run)
+        return chat_prompts(self.model, workload.requests, first=run * workload.requests)
+
+    def warm_up(self) -> Prompts:
+        return [prompt[::-1] for prompt in self.prompts(0)]
+
+    def config(self, overlap: bool) -> EngineConfig:
+        args = self.args
+        return EngineConfig(
+            model=self.model,
+            load_format="random" if self.random else "safetensors",
+            dtype="bfloat16" if torch.cuda.is_available() else "float32",
+            overlap=overlap,
+            max_running_requests=self.workload.requests,
+            max_tokens_per_step=args.max_tokens_per_step,
+            block_size=args.block_size,
+            attention=args.attention,
+            cuda_graphs=not args.no_graphs,
+            compile=not args.no_compile,
+        )
+
+    def measure_limits(self, bandwidth: float, device: torch.device) -> None:
+        release()
+        self.limits = measure_limits(
+            transformers.AutoConfig.from_pretrained(self.model),
+            self.workload,
+            statistics.mean(map(len, self.prompts(0))),
+            max_tokens_per_step=self.args.max_tokens_per_step,
+            bandwidth=bandwidth,
+            dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+            device=device,
+        )._asdict()
+
+    def line(self, overlap: bool, run: int, peer: str | None, figures: dict[str, Any]) -> dict[str, Any]:
+        """A line of the results: what ran, its figures, and these against the limits."""
+        workload, args = self.workload, self.args
+        made = {
+            "workload": workload.name,
+            "shape": Path(workload.shape).name,
+            "requests": workload.requests,
+            "prompt": workload.prompt,
+            "output": workload.output,
+            "overlap": overlap,
+            "run": run,
+            "peer": peer,
+            "block_size": args.block_size,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "version": args.version,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "tokens_equal": None,
+            "gpu_active_kernels": None,
+            **self.limits,
+            **figures,
+        }
+        return made | percentages(made)
+
+    async def measure(self, overlap: bool, args: argparse.Namespace, results: Results) -> None:
+        """All runs on one started engine."""
+        release()
+        measured = Measured(self.config(overlap))
+        await measured.start(self.warm_up(), self.workload.output)
+        for run in range(args.runs):
+            figures, tokens = await measured.run(self.prompts(run), self.workload.output)
+            figures["tokens_checked"] &= not (self.random and figures["cached_tokens"])
+            line = self.line(overlap, run, None, figures)
+            self._tokens[overlap, run] = tokens
+            if (not overlap, run) in self._tokens:
+                other = next(each for each in self.lines if each["run"] == run)
+                line["tokens_equal"] = other["tokens_equal"] = tokens == self._tokens[not overlap, run]
+            self.lines.append(line)
+            results.add(line)
+            if not overlap and figures["total_s"] > LONG_RUN:
+                break
+        await measured.stop()
+
+    def measure_peer(self, overlaps: list[bool], results: Results) -> None:
+        """Synchronous and asynchronous batching of the peer, each as often as the engine ran."""
+        release()
+        peer = Transformers(self.model)
         for overlap in overlaps:
-            release()
-            config = EngineConfig(
-                model=model,
-                load_format="random" if workload.shape in SHAPES else "safetensors",
-                dtype="bfloat16" if torch.cuda.is_available() else "float32",
-                overlap=overlap,
-                max_running_requests=workload.requests,
-                max_tokens_per_step=args.max_tokens_per_step,
-                block_size=args.block_size,
-                attention=args.attention,
-                cuda_graphs=not args.no_graphs,
-                compile=not args.no_compile,
-            )
-            figures, tokens = asyncio.run(
-                run_engine(config, prompts, workload.output, args.profile if overlap else None)
-            )
-            first = first or tokens
-            add(
-                line(workload, overlap, None, args)
-                | figures
-                | {
-                    "limit_ms": bandwidth and limit_ms(shape, workload.requests, mean_context, bandwidth),
-                    "tokens_equal": tokens == first,
-                }
-            )
-        for overlap in overlaps if args.peer else []:
-            release()
-            figures, tokens = run_transformers(model, prompts, workload.output, overlap)
-            equal = statistics.mean(
-                a == b
-                for ours, theirs in zip(first or [], tokens, strict=True)
-                for a, b in zip(ours, theirs, strict=True)
-            )
-            add(
-                line(workload, overlap, args.peer, args)
-                | figures
-                | {"limit_ms": lines[0]["limit_ms"], "tokens_equal": equal == 1, "tokens_equal_share": equal}
-            )
-        if workload.shape not in SHAPES:
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
-            text = tokenizer.decode(tokens[0])
-            print(f"the first answer: {text[:200]!r}")
-    return lines
+            ours = [line for line in self.lines if line["overlap"] is overlap]
+            ours = ours[: 1 if ours[0]["total_s"] > LONG_RUN / 5 else None]
+            prompts = [self.prompts(line["run"]) for line in ours]
+            limit = PEER_START + sum(20 + 5 * line["total_s"] for line in ours)
+            try:
+                found = within(
+                    limit,
+                    lambda stop: peer.run(self.warm_up(), prompts, self.workload.output, overlap, stop),  # noqa: B023
+                )
+            except Exception as error:
+                results.add(
+                    self.line(overlap, 0, self.args.peer, {"error": f"{type(error).__name__}: {error}"})
+                )
+                results.stuck = isinstance(error, Stuck)
+                if results.stuck:
+                    return
+                continue
+            for line, (figures, tokens) in zip(ours, found, strict=True):
+                own = self._tokens[overlap, line["run"]]
+                figures["tokens_equal_share"] = equal = share_of_equal(own, tokens)
+                figures["tokens_equal"] = equal == 1
+                figures["ratio"] = line["output_tokens_per_s"] / figures["output_tokens_per_s"]
+                results.add(self.line(overlap, line["run"], self.args.peer, figures))
+
+    async def profile(self, overlap: bool) -> str:
+        """Kernels of a short run, on an engine of its own: into the lines of the runs. Returns a table."""
+        release()
+        measured = Measured(self.config(overlap))
+        await measured.start(self.warm_up(), self.workload.output)
+        figures, table = await measured.profile(self.prompts(0), self.workload.output)
+        await measured.stop()
+        for line in self.lines:
+            if line["overlap"] is overlap:
+                line |= figures
+        return f"{self.workload.name}, overlap {'on' if overlap else 'off'}, prompts included\n{table}\n"
+
+
+def share_of_equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Of all tokens, those that are equal at the same place; after one that is not, few are."""
+    return statistics.mean(
+        a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=False)
+    )
+
+
+class Results:
+    """Lines so far, also at the end of a file, whole whenever the program is killed."""
+
+    def __init__(self, out: Path | None) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.stuck = False
+        self._out = out
+        self._before = out.read_text() if out and out.exists() else ""
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        print(screen([line])[-1], flush=True)
+        self.save()
+
+    def save(self) -> None:
+        if self._out:
+            text = self._before + "".join(json.dumps(line) + "\n" for line in self.lines)
+            self._out.write_text(text)
+
+
+def run(args: argparse.Namespace, workloads: list[Workload], folder: Path, results: Results) -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    overlaps = {"both": [True, False], "on": [True], "off": [False]}[args.overlap]
+    bandwidth = read_bandwidth(device)
+    print("\n".join(screen([])), flush=True)
+    cases = [Case(workload, folder, args) for workload in workloads]
+    for case in cases:
+        case.measure_limits(bandwidth, device)
+        for overlap in overlaps:
+            asyncio.run(case.measure(overlap, args, results))
+    for case in cases if args.peer else []:
+        case.measure_peer(overlaps, results)
+        if results.stuck:
+            return  # what still runs would be in the way of what is measured
+    tables = [asyncio.run(case.profile(overlap)) for case in cases for overlap in overlaps if on_gpu]
+    results.save()
+    if args.profile:
+        args.profile.write_text("\n".join(tables))
 
 
 def main() -> None:
@@ -236,6 +246,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--runs", type=int, default=1, help="of each configuration, on one started engine")
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
@@ -244,32 +255,25 @@ def main() -> None:
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
     parser.add_argument("--peer", choices=["transformers"], help="also run this, on the same weights")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--profile", type=Path, help="write a table of kernels (overlap on) to this file")
+    parser.add_argument("--profile", type=Path, help="write tables of kernels to this file (on a GPU)")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     args = parser.parse_args()
     workloads = [WORKLOADS[name] for name in args.workload]
-    if args.shape:
-        name = f"{args.shape}-{args.requests}x{args.prompt}+{args.output}"
-        workloads.append(Workload(name, args.shape, args.requests, args.prompt, args.output))
-    if not torch.cuda.is_available():
-        args.profile = None
-    if args.model:
-        name = f"{Path(args.model).name}-{args.requests}+{args.output}"
-        workloads.append(Workload(name, args.model, args.requests, args.prompt, args.output))
-    overlaps = {"both": [True, False], "on": [True], "off": [False]}[args.overlap]
-    bandwidth = read_bandwidth() if torch.cuda.is_available() else None
-    lines = [each for workload in workloads for each in run(workload, overlaps, bandwidth, args)]
-    print(
-        f"\n{'workload':24} overlap  ms/step     p99   limit  tokens/s   total s  GPU active  gap us  equal"
-    )
-    for x in lines:
-        name = x["workload"] if x["peer"] is None else f"{x['workload']}, {x['peer']}"
-        print(
-            f"{name:24} {'on ' if x['overlap'] else 'off'}     {x['ms_per_step'] or 0:7.3f} "
-            f"{x['ms_per_step_p99'] or 0:7.3f} {x['limit_ms'] or 0:7.3f} {x['output_tokens_per_s']:9.0f} "
-            f"{x['total_s']:9.2f}  {x.get('gpu_active_events', 0):9.4f} {x.get('gap_us_p50') or 0:7.1f}  "
-            f"{x['tokens_equal']}"
-        )
+    for shape in filter(None, (args.shape, args.model)):
+        name = f"{Path(shape).name}-{args.requests}x{args.prompt}+{args.output}"
+        workloads.append(Workload(name, shape, args.requests, args.prompt, args.output))
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("engine").setLevel(logging.INFO)
+    results = Results(args.out)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            run(args, workloads, Path(folder), results)
+    finally:
+        print("", *map(json.dumps, results.lines), "", *screen(results.lines), sep="\n", flush=True)
+    if results.stuck:
+        os._exit(1)  # a thread that does not end would keep the interpreter from its end
+    if not all(line.get("tokens_checked", True) for line in results.lines):
+        sys.exit("not every request got exactly its tokens")
 
 
 if __name__ == "__main__":

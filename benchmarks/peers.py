@@ -1,57 +1,155 @@
-"""Other systems on the same weights and prompts, for `python -m benchmarks.engine --peer transformers`."""
+"""Other systems on the same weights and prompts, for `python -m benchmarks.engine --peer transformers`.
+
+A peer runs in a thread of its own with a limit: one that does not end costs the rest of the peers
+and nothing else.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
-from typing import Any
+import concurrent.futures
+import faulthandler
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+T = TypeVar("T")
+
+GRACE = 45.0
+"""Seconds that a peer has to end once it is asked to."""
+MASKED_TOKENS, MASKED_BLOCK = 1024, 64
+"""Tokens of a step and of a block of transformers where its attention needs a mask.
+
+The mask has a row for every token of a step and a column for every token of the cache, and in
+asynchronous mode all of it is copied to the device in every step. At the sizes that transformers takes
+by itself, most of a GPU's memory, that is tens of GB. So here the cache is just large enough.
+"""
 
 
-def run_transformers(
-    directory: str, prompts: list[list[int]], output: int, asynchronous: bool
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """transformers' continuous batching with random bf16 weights drawn like the engine's.
+BLOCK_SIZE = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+"""What transformers calls the tokens of a block of its cache."""
 
-    Returns the figures and every request's tokens. The same batch runs once before the one measured.
+
+class Stuck(RuntimeError):
+    """A peer ended neither in its time nor when asked to: its threads remain, and may use the device."""
+
+
+def within(limit_s: float, work: Callable[[threading.Event], T]) -> T:
+    """What `work` returns. The event it is given is set when its time is over, for it to end.
+
+    Raises what `work` raises, `TimeoutError` if its time was over, `Stuck` if it did not end even then.
     """
-    device = torch.device("cuda")
-    torch.manual_seed(0)
-    auto: Any = AutoModelForCausalLM
-    with device:
-        model = auto.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)
-    model.train(False)
-    kind: Any = GenerationConfig
-    generation = kind(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(use_async_batching=asynchronous)
+    stop = threading.Event()
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
-    def generate() -> list[Any]:
-        found = model.generate_batch(
-            inputs=prompts,
+    def body() -> None:
+        try:
+            result.set_result(work(stop))
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=body, name="peer", daemon=True)
+    thread.start()
+    done, _ = concurrent.futures.wait([result], limit_s)
+    if done:
+        return result.result()
+    faulthandler.dump_traceback()  # where it is
+    stop.set()
+    thread.join(GRACE)
+    if thread.is_alive():
+        raise Stuck(f"nothing after {limit_s:.0f} s, nor did it end when asked to")
+    raise TimeoutError(f"nothing after {limit_s:.0f} s")
+
+
+def _has_flash_attention() -> bool:
+    return any(
+        found(kernels_fallback_ok=True) for found in (is_flash_attn_3_available, is_flash_attn_2_available)
+    )
+
+
+class Transformers:
+    """transformers' continuous batching on random weights drawn like the engine's."""
+
+    def __init__(self, directory: str) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        auto: Any = AutoModelForCausalLM
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            torch.manual_seed(0)
+            self._model = auto.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
+        self._model.train(False)
+
+    def run(
+        self,
+        warm_up: list[list[int]],
+        runs: list[list[list[int]]],
+        output: int,
+        asynchronous: bool,
+        stop: threading.Event,
+    ) -> list[tuple[dict[str, Any], list[list[int]]]]:
+        """Of each run's prompts, all admitted at once: the figures, and every request's tokens.
+
+        Raises `TimeoutError` once `stop` is set, `RuntimeError` if a request fails there.
+        """
+        kind: Any = GenerationConfig
+        generation = kind(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        settings: dict[str, Any] = {"use_async_batching": asynchronous}
+        longest = max(len(prompt) for prompts in runs for prompt in prompts)
+        if not _has_flash_attention():
+            blocks = -(-(longest + output) // MASKED_BLOCK) + 1
+            settings |= {
+                BLOCK_SIZE: MASKED_BLOCK,
+                "num_blocks": len(warm_up) * blocks + 1,
+                "max_batch_tokens": MASKED_TOKENS,
+                "safety_margin": 0.0,  # there is a block for every token
+            }
+        manager = self._model.init_continuous_batching(
             generation_config=generation,
-            continuous_batching_config=batching,
-            record_timestamps=True,
-            progress_bar=False,
+            continuous_batching_config=ContinuousBatchingConfig(**settings),
+            workload_hints=WorkloadHints(longest, output, len(warm_up)),
         )
-        return [found[key] for key in sorted(found, key=lambda key: int(key.rsplit("_", 1)[-1]))]
+        attention = self._model.config._attn_implementation
+        manager.warmup()
+        manager.start()
+        try:
+            self._batch(manager, warm_up, min(output, 33), stop)
+            found = [self._batch(manager, prompts, output, stop) for prompts in runs]
+        finally:
+            manager.stop(block=True, timeout=GRACE / 2, hard_stop=True)
+            if manager.is_running():  # what it has for its end would wait for ever
+                raise Stuck("its loop did not end when asked to")
+            manager.destroy()
+        return [(figures | {"peer_attention": attention}, tokens) for figures, tokens in found]
 
-    generate()
-    begin = time.perf_counter()
-    outputs = generate()
-    whole_s = time.perf_counter() - begin
-    stamps = [each.timestamps for each in outputs]
-    steps = np.concatenate([np.diff(each) for each in stamps]) * 1e3 if output > 1 else np.zeros(0)
-    # Without the start of its manager, which a server would pay once.
-    total_s = max(each[-1] for each in stamps) - min(each.created_time for each in outputs)
-    figures = {
-        "ms_per_step": float(np.median(steps)) if len(steps) else None,
-        "ms_per_step_p99": float(np.percentile(steps, 99)) if len(steps) else None,
-        "total_s": total_s,
-        "whole_s": whole_s,
-        "output_tokens_per_s": len(prompts) * output / total_s,
-        "prompt_tokens": statistics.mean(map(len, prompts)),
-    }
-    return figures, [list(each.generated_tokens) for each in outputs]
+    def _batch(
+        self, manager: Any, prompts: list[list[int]], output: int, stop: threading.Event
+    ) -> tuple[dict[str, Any], list[list[int]]]:
+        names = manager.add_requests(inputs=prompts, max_new_tokens=output, record_timestamps=True)
+        results: dict[str, Any] = {}
+        while len(results) < len(names):
+            result = manager.get_result(timeout=1)
+            if stop.is_set():
+                raise TimeoutError(f"{len(results)} of {len(names)} requests were through")
+            if result is None and not manager.is_running():
+                raise RuntimeError(f"its loop ended: {manager.background_thread_status.fatal_error!r}")
+            if result is not None and result.error is not None:
+                raise RuntimeError(result.error)
+            if result is not None and result.is_finished():
+                results[result.request_id] = result
+        outputs = [results[name] for name in names]
+        tokens = [list(each.generated_tokens) for each in outputs]
+        stamps = [each.timestamps for each in outputs]
+        steps = np.concatenate([np.diff(each) for each in stamps]) * 1e3
+        total_s = max(each[-1] for each in stamps) - min(each.created_time for each in outputs)
+        return {
+            "ms_per_step": float(np.median(steps)) if len(steps) else None,
+            "ms_per_step_p99": float(np.percentile(steps, 99)) if len(steps) else None,
+            "total_s": total_s,
+            "output_tokens_per_s": sum(map(len, tokens)) / total_s,
+            "tokens_checked": all(len(each) == output for each in tokens),
+        }, tokens

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.arrivals import PROCESSES
 from benchmarks.engine import release
-from benchmarks.report import traffic_table
+from benchmarks.pages.traffic import traffic_table
 from benchmarks.scenarios import SCENARIOS, SIZES, Scenario, Sizes, Traffic
 from benchmarks.targets import Clients, EngineTarget, HttpTarget, now, play, undisturbed
 from benchmarks.workloads import save_config

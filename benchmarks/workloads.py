@@ -1,4 +1,4 @@
-"""What is measured: shapes of models, workloads, and the least time that a decode step can take."""
+"""What is measured: shapes of models, workloads and their prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -88,18 +89,18 @@ def save_tokenizer(shape: str, directory: Path) -> None:
     wrapped.save_pretrained(directory)
 
 
-def chat_prompts(directory: str, n: int) -> list[list[int]]:
+def random_prompts(workload: Workload, seed: int) -> list[list[int]]:
+    vocabulary = SHAPES[workload.shape]["vocab_size"]
+    rng = np.random.default_rng(seed)
+    return rng.integers(1, vocabulary, (workload.requests, workload.prompt)).tolist()  # type: ignore[no-any-return]
+
+
+def chat_prompts(directory: str, n: int, first: int = 0) -> list[list[int]]:
+    """Prompts `first` to `first + n` of an endless series of questions."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory)
-    questions = ["What is the capital of France?", *(f"What is {i} times {i + 1}?" for i in range(2, n + 1))]
+    questions = [
+        f"What is {i} times {i + 1}?" if i > 1 else "What is the capital of France?"
+        for i in range(first + 1, first + n + 1)
+    ]
     chats = [[{"role": "user", "content": question}] for question in questions]
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
-
-
-def limit_ms(config: Any, requests: int, context: float, bandwidth: float) -> float:
-    """A decode step's least time: weights read once, and the keys and values of the mean context."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv, q = (n * head_dim for n in (config.num_key_value_heads, config.num_attention_heads))
-    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-    weights = 2 * (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size)
-    cache = requests * context * 2 * kv * 2 * config.num_hidden_layers
-    return float((weights + cache) / bandwidth * 1e3)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -73,6 +73,8 @@ class AsyncEngine:
         self.device = "none"
         self.gpu_uuid: str | None = None
         """As CUDA names it; None on a CPU."""
+        self.startup_s: dict[str, float] = {}
+        """Seconds of the parts of the start: `weights`, `compile` (with sizing the cache), `capture`."""
         self._started = False
         self._closed = False
         self._alive = True
@@ -243,12 +245,15 @@ class AsyncEngine:
         config, device = self.config, choose_device(self.config)
         if config.cpu_threads is not None:
             torch.set_num_threads(config.cpu_threads)
-        model = PagedModel.load(config, device, choose_dtype(config, device))
         on_gpu = device.type == "cuda"
-        if on_gpu and config.compile:
-            model.compile()
+        with self._stage("weights", f"loading {config.model}"):
+            model = PagedModel.load(config, device, choose_dtype(config, device))
+        compiles = on_gpu and config.compile
         max_blocks = -(-model.context_length // config.block_size)
-        num_blocks = choose_num_blocks(config, model, max_blocks, device)
+        with self._stage("compile", "compiling and sizing the cache" if compiles else "sizing the cache"):
+            if compiles:
+                model.compile()
+            num_blocks = choose_num_blocks(config, model, max_blocks, device)
         scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=config.block_size,
@@ -272,10 +277,12 @@ class AsyncEngine:
                 depth=config.depth,
                 min_sequences=2 if on_gpu else 1,
             )
-            if on_gpu and config.compile:
-                warm_up(runner)
+            if compiles:
+                with self._stage("compile", "warming up"):
+                    warm_up(runner)
             if on_gpu and config.cuda_graphs:
-                runner.capture(buckets(config.max_running_requests), progress=logger.info)
+                with self._stage("capture", "capturing decode steps"):
+                    runner.capture(buckets(config.max_running_requests), progress=logger.info)
             scheduler.max_tokens_per_step = choose_step_tokens(config, runner, num_blocks)
         except BaseException:
             lanes.close()
@@ -288,6 +295,16 @@ class AsyncEngine:
         self.device = str(device)
         self.gpu_uuid = str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None
         return scheduler, runner
+
+    @contextlib.contextmanager
+    def _stage(self, part: str, what: str) -> Iterator[None]:
+        """A part of the start: said when it begins and when it is through."""
+        logger.info("%s", what)
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self.startup_s[part] = self.startup_s.get(part, 0.0) + seconds
+        logger.info("%s took %.1f s", what, seconds)
 
     def _loop(self) -> None:
         """The heart: while the device runs step N, the host prepares step N+1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -491,5 +492,21 @@ def test_a_start_that_fails_says_why() -> None:
             await engine.start()
         assert not engine.healthy
         await engine.stop()
+
+    run(test())
+
+
+def test_start_tells_what_it_does_and_how_long_each_part_took(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine.engine")
+
+    async def test() -> None:
+        settings = config()
+        async with running(settings) as engine:
+            assert list(engine.startup_s) == ["weights", "compile"]  # on a CPU nothing is captured
+            assert engine.startup_s["weights"] > 0
+            said = [each.getMessage() for each in caplog.records]
+            assert said[:1] == [f"loading {settings.model}"]
+            assert said[1].startswith(f"loading {settings.model} took ")
+            assert said[2] == "sizing the cache"
 
     run(test())

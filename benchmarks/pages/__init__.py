@@ -1,0 +1,1 @@
+"""The pages that `benchmarks.report` makes, one for each kind of results."""
