@@ -1,94 +1,50 @@
 """The application as it is, started so that every part of it can be measured, told what to do, and killed.
 
 Beside `deployments/app.py` there are: a replica that can also run its engine without anything around
-it; the same one with an engine that only takes its time; and a choice of replicas that follows a file
-(`Steering`), so that one start serves for measuring one replica, all of them, and either policy.
+it; the same one with an engine that only takes its time; and a choice of replicas that can be steered
+(`benchmarks/steering.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import json
+import itertools
 import os
-import random
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
+import numpy as np
 import psutil
+import pynvml
 import ray
 from ray import serve
-from ray.serve._private.common import ReplicaState
-from ray.serve.request_router import PendingRequest, RunningReplica
 
 import deployments.app
 import deployments.replica
 from benchmarks.latency import window
 from benchmarks.paced import PACES, PacedEngine
-from benchmarks.targets import Chats, EngineTarget, keep, now, undisturbed
+from benchmarks.steering import Steering
+from benchmarks.targets import Chats, EngineTarget, keep, undisturbed
 from deployments.replica import EngineReplica
-from deployments.routing import TokenRouter
 from deployments.settings import Settings
-from deployments.submission import Submission
 from engine.config import EngineConfig
+from engine.overlap import overlap_report
+from engine.timeline import Recording
+
+T = TypeVar("T")
 
 APPLICATION = "fleet"
-CONTROL = "STEPAHEAD_FLEET_CONTROL"
-"""Environment variable: the file of the `Steering`."""
 PACE = "STEPAHEAD_FLEET_PACE"
 """Environment variable: how much slower than a GPU engines are that only take their time; unset: real ones.
 
 The shape is the name of the model's directory.
 """
-
-
-@dataclass(frozen=True)
-class Steering:
-    """What the choice of replicas is to do from now on."""
-
-    replicas: int = 1 << 16
-    """Only so many of them get requests."""
-    tokens: bool = True
-    """As the application chooses; False: as Ray Serve does by default, the shorter of two queues."""
-
-    def apply(self) -> None:
-        path = Path(os.environ[CONTROL])
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(dataclasses.asdict(self)))
-        new.replace(path)
-
-    @classmethod
-    def read(cls) -> Steering:
-        return cls(**json.loads(Path(os.environ[CONTROL]).read_bytes()))
-
-
-class SteeredRouter(TokenRouter):
-    """`TokenRouter` that does what the `Steering` says."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        steering = Steering.read()
-        if pending_request is None or not pending_request.args:
-            return await super().choose_replicas(candidate_replicas, pending_request)
-        submission = pending_request.args[0]
-        if not isinstance(submission, Submission):
-            return await super().choose_replicas(candidate_replicas, pending_request)
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        names = sorted(by_name)
-        if not steering.tokens:
-            open_ = [by_name[name] for name in names[: steering.replicas] if name not in submission.avoid]
-            open_ = open_ or candidate_replicas
-            return [random.sample(open_, min(2, len(open_)))]
-        closed = (*submission.avoid, *names[steering.replicas :])
-        steered = msgspec.structs.replace(submission, avoid=closed)
-        steered_request = dataclasses.replace(pending_request, args=[steered, *pending_request.args[1:]])
-        return await super().choose_replicas(candidate_replicas, steered_request)
+ANSWER = 10.0
+"""Seconds in which a replica, the controller or the metrics endpoint answers a question."""
 
 
 class MeasuredReplica(EngineReplica):
@@ -107,21 +63,50 @@ class MeasuredReplica(EngineReplica):
 
     async def about(self) -> dict[str, Any]:
         return {
-            "replica": serve.get_replica_context().replica_id.unique_id,
+            "replica": self._name,
             "pid": os.getpid(),
             "start_s": self._start_s,
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "gpus_seen": _visible_gpus(),
             "cores": sorted(os.sched_getaffinity(0)),
+            "cores_near_gpu": _cores_near(self._engine.gpu_uuid),
+            "blocks_free": self._engine.stats().blocks_free,
         }
 
-    async def bare(self, chats: Chats, ramp: float, seconds: float) -> dict[str, Any]:
-        """The engine alone: asked in its own process, without tape, Router and HTTP."""
-        begin = now()
+    async def bare(
+        self, names: Sequence[str], chats: Chats, begin: float, ramp: float, seconds: float
+    ) -> dict[str, Any] | None:
+        """The engine alone: asked in its own process, without tape, Router and HTTP. None: not of `names`."""
+        if self._name not in names:
+            return None
+        share = chats.share(list(names).index(self._name), len(names))
+        first, last = begin + ramp, begin + ramp + seconds
         with undisturbed():
-            seen = await keep(EngineTarget(self._engine), chats, begin, begin + ramp + seconds)
-        found: dict[str, Any] = window(seen, begin + ramp, begin + ramp + seconds)
+            seen = await keep(EngineTarget(self._engine), share, begin, last)
+        found: dict[str, Any] = window(seen, first, last) | {"steps": await self.steps(first, last)}
         return found
+
+    async def steps(self, begin: float, end: float) -> dict[str, Any] | None:
+        """The engine's steps between two times, by its own timeline; None if there was none."""
+        whole = self._engine.timeline.recent()
+        steps = [each for each in whole.steps if begin <= each.launched and each.collected < end]
+        if len(steps) < 2:
+            return None
+        spans = [span for span in whole.spans if begin <= span.begin and span.end < end]
+        found = overlap_report(Recording(steps, spans))
+        between = [b.collected - a.collected for a, b in itertools.pairwise(steps) if b.kind == "decode"]
+        return {
+            "replica": self._name,
+            "steps": found.steps,
+            "requests": float(np.mean([each.requests for each in steps])),
+            "step_ms_p50": float(np.percentile(between, 50)) * 1e3 if between else None,
+            "step_ms_p99": float(np.percentile(between, 99)) * 1e3 if between else None,
+            "gap_us_p50": found.gap_us_p50,
+            "gap_us_p99": found.gap_us_p99,
+            "compute_ms": found.compute_ms,
+            "host_ms": found.host_ms,
+            "active_ratio": found.active_ratio,
+        }
 
 
 def _visible_gpus() -> list[str]:
@@ -130,16 +115,48 @@ def _visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
+def _cores_near(uuid: str | None) -> list[int] | None:
+    """The cores of the GPU's own memory node, as NVML says; None if it says nothing."""
+    if uuid is None:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+        words = pynvml.nvmlDeviceGetCpuAffinity(handle, (os.cpu_count() or 1) // 64 + 1)
+    except pynvml.NVMLError:
+        return None
+    return [core for core in range(64 * len(words)) if words[core // 64] >> core % 64 & 1]
+
+
+def in_time(call: Callable[[], T], seconds: float) -> T:
+    """What `call` returns. Raises `TimeoutError` after `seconds`; then it goes on in a thread of its own."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(max(0.0, seconds))
+
+
 class Fleet:
     """The running application. Ray has to be started, in this process's environment too."""
 
-    def __init__(self, settings: Settings, port: int) -> None:
+    def __init__(self, settings: Settings, port: int, within: float) -> None:
+        """Raises `RuntimeError`, or `TimeoutError` after `within` seconds, with what Ray Serve says of it."""
         vars(deployments.app)["EngineReplica"] = MeasuredReplica
-        deployments.app.ROUTER = "benchmarks.fleet.SteeredRouter"
+        deployments.app.ROUTER = "benchmarks.steering.SteeredRouter"
         Steering().apply()
         self.settings, self.port = settings, port
+        application = deployments.app.build(settings)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(deployments.app.build(settings), name=APPLICATION)
+        try:
+            in_time(lambda: serve.run(application, name=APPLICATION), within)
+        except (RuntimeError, TimeoutError) as error:
+            raise type(error)(f"{error} {in_time(_complaints, ANSWER)}") from error
         self.engines: Any = serve.get_deployment_handle("MeasuredReplica", APPLICATION)
 
     def urls(self, ingress: str) -> list[str]:
@@ -147,26 +164,32 @@ class Fleet:
         if ingress != "direct":
             return [f"http://127.0.0.1:{self.port}"]
         client: Any = serve.context._get_global_client()
-        groups = ray.get(client._controller.get_target_groups.remote(APPLICATION, from_proxy_manager=True))
+        asked = client._controller.get_target_groups.remote(APPLICATION, from_proxy_manager=True)
+        groups = ray.get(asked, timeout=ANSWER)
         ports = {t.port for group in groups for t in group.targets if group.protocol == "HTTP"}
         return [f"http://127.0.0.1:{port}" for port in sorted(ports - {self.port})]
 
-    async def about(self) -> list[dict[str, Any]]:
-        found = await asyncio.to_thread(self.engines.broadcast("about").results)
-        return sorted(found, key=lambda each: str(each["replica"]))
+    async def ask(self, question: str, *args: Any, within: float = ANSWER) -> list[Any]:
+        """What the replicas that live answer."""
+        asked = self.engines.broadcast(question, *args)
+        found = await asked.results_async(timeout_s=within, return_exceptions=True)
+        return [each for each in found if not isinstance(each, BaseException) and each is not None]
 
-    def metrics(self, part: str) -> list[str]:
-        """The lines of this node's metrics endpoint whose name contains `part`."""
+    async def about(self) -> list[dict[str, Any]]:
+        return sorted(await self.ask("about"), key=lambda each: str(each["replica"]))
+
+    def metrics(self, *parts: str) -> list[str]:
+        """The lines of this node's metrics endpoint whose name contains all `parts`."""
         node = ray.nodes()[0]  # type: ignore[no-untyped-call]
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            text: str = answer.read().decode()
-        return [line for line in text.splitlines() if part in line.split("{")[0] and line[0] != "#"]
+        with urllib.request.urlopen(url, timeout=ANSWER) as answer:
+            lines: list[str] = answer.read().decode().splitlines()
+        return [x for x in lines if x[:1] != "#" and all(part in x.split("{")[0] for part in parts)]
 
-    def running(self) -> int:
-        """Replicas that take requests, as Ray Serve sees it."""
-        deployment = serve.status().applications[APPLICATION].deployments["MeasuredReplica"]
-        return deployment.replica_states.get(ReplicaState.RUNNING, 0)
+
+def _complaints() -> str:
+    found = serve.status().applications[APPLICATION].deployments
+    return " ".join(f"{name} {each.status}: {each.message[-1500:]}" for name, each in found.items())
 
 
 KINDS = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -20,21 +22,39 @@ from typing import Any
 import numpy as np
 
 from benchmarks.arrivals import Arrival, random_prompts
-from benchmarks.fleet import CpuClock, Fleet, Steering, processes
+from benchmarks.fleet import CpuClock, Fleet, processes
 from benchmarks.latency import quantiles, summary, window
+from benchmarks.steering import Steering
 from benchmarks.targets import Chats, Clients, Seen, now
-from benchmarks.workloads import SHAPES
 from engine.engine import EngineStats
 
-RAMP = 2.0
-"""Seconds of load before a measurement begins."""
-
-RATES = {"8b": 12.0, "0.6b": 40.0}
+RATES = {"8b": 20.0, "0.6b": 60.0, "demo": 60.0}
 """Requests a second for each replica, in the comparison of policies."""
 
 
+def write(args: argparse.Namespace, phase: str, shape: str, **figures: Any) -> None:
+    """A line of the results, at once."""
+    line = {
+        "phase": phase,
+        "shape": shape,
+        "replicas": args.replicas[-1],
+        "router_replicas": args.routers,
+        "ingress": args.ingress,
+        "engine": "GPU" if args.paced is None else f"paced: a step takes {args.paced:g} times an H200's time",
+        **figures,
+        "device": args.device,
+        "cores": os.cpu_count(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "version": args.version,
+    }
+    print(json.dumps(line), flush=True)
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 class Phases:
-    """One start of one shape, and its phases."""
+    """One start of one shape, and its phases. All that is not through when `ends` comes is left out."""
 
     def __init__(
         self, args: argparse.Namespace, shape: str, fleet: Fleet, clients: Clients, ends: float
@@ -42,32 +62,13 @@ class Phases:
         self.args, self.shape, self.fleet, self.clients = args, shape, fleet, clients
         self.ends = ends
         self.model = fleet.settings.model
+        self.vocab: int = json.loads((Path(self.model) / "config.json").read_text())["vocab_size"]
         self.rates: dict[str, float] = {}
         """Tokens a second of earlier phases."""
+        self._seeds = itertools.count(1)  # prompts of an earlier phase would be found in the cache
 
-    def chats(self, replicas: int, seed: int = 0) -> Chats:
-        a = self.args
-        return Chats(a.streams * replicas, a.prompt, a.output, SHAPES[self.shape]["vocab_size"], seed)
-
-    def write(self, phase: str, **figures: Any) -> None:
-        a = self.args
-        line = {
-            "phase": phase,
-            "shape": self.shape,
-            "replicas": a.replicas[-1],
-            "router_replicas": a.routers,
-            "ingress": a.ingress,
-            "engine": "GPU" if a.paced is None else f"paced: a step takes {a.paced:g} times an H200's time",
-            **figures,
-            "device": a.device,
-            "cores": os.cpu_count(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "version": a.version,
-        }
-        print(json.dumps(line), flush=True)
-        if a.out:
-            with a.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    def chats(self, streams: int) -> Chats:
+        return Chats(streams, self.args.prompt, self.args.output, self.vocab, next(self._seeds))
 
     async def phase(self, name: str, seconds: float, run: Callable[[], Awaitable[None]]) -> None:
         """Run it if there is time; what goes wrong in it is told and ends nothing else."""
@@ -76,32 +77,48 @@ class Phases:
             return
         begin = now()
         try:
-            await asyncio.wait_for(run(), min(4 * seconds + 30, self.ends - begin))
+            await asyncio.wait_for(run(), min(2 * seconds + 60, self.ends - begin))
+        except Exception as error:
+            write(self.args, name, self.shape, error=repr(error)[:2000])
+        try:
             await asyncio.wait_for(self.idle(), 15)
         except Exception as error:
-            self.write(name, error=repr(error)[:500])
+            print(f"{self.shape} {name}: not idle after it: {error!r}", file=sys.stderr, flush=True)
         print(f"{self.shape} {name}: {now() - begin:.1f} s", file=sys.stderr, flush=True)
 
     async def idle(self) -> None:
         """Return when no replica that lives computes anything."""
         while True:
-            results = self.fleet.engines.broadcast("stats").results
-            found = await asyncio.to_thread(results, return_exceptions=True)
-            stats = [each for each in found if isinstance(each, EngineStats)]
+            stats: list[EngineStats] = await self.fleet.ask("stats")
             if not any(each.running or each.waiting for each in stats):
                 return
             await asyncio.sleep(0.1)
 
     # Phases
 
-    async def about(self) -> None:
-        self.write("about", each=await self.fleet.about())
+    async def about(self, start_s: float) -> None:
+        """What there is: its start, each replica's GPU and cores."""
+        each = await self.fleet.about()
+        ports = await asyncio.to_thread(self.fleet.urls, "direct") if self.args.ingress != "proxy" else []
+        figures = {"start_s": start_s, "each": each, "router_ports": len(ports)}
+        write(self.args, "about", self.shape, command=self.args.command, note=self.args.note, **figures)
 
-    async def bare(self) -> None:
-        """The engine of one replica with nothing around it."""
-        found = await self.fleet.engines.bare.remote(self.chats(1), RAMP, self.args.seconds)
-        self.rates["bare"] = found["output_tokens_per_s"]
-        self.write("bare", **found | {"replicas": 1, "router_replicas": 0, "ingress": None})
+    async def bare(self, replicas: int) -> None:
+        """Engines with nothing around them, in their own processes; several at the same time."""
+        a = self.args
+        names = [each["replica"] for each in await self.fleet.about()][:replicas]
+        chats, begin = self.chats(a.streams * replicas), now() + 0.3
+        within = a.ramp + a.seconds + 20
+        each = await self.fleet.ask("bare", names, chats, begin, a.ramp, a.seconds, within=within)
+        if len(each) < replicas:
+            raise RuntimeError(f"{len(each)} of {replicas} replicas answered")
+        rate = sum(one["output_tokens_per_s"] for one in each)
+        self.rates[f"bare {replicas}"] = rate
+        one = self.rates.get("bare 1")
+        figures = each[0] | {"output_tokens_per_s": rate, "scaling": rate / one if one else None}
+        steps = [one["steps"] for one in each if one["steps"]]
+        figures |= {"replicas": replicas, "router_replicas": 0, "ingress": None, "steps": steps}
+        write(a, "bare", self.shape, **figures | _worst(steps), streams=chats.streams)
 
     @asynccontextmanager
     async def load(
@@ -110,7 +127,7 @@ class Phases:
         """Open streams; the block runs from when they are up to speed. Gives its first and last second."""
         await self.clients.start()
         begin = now() + 0.3
-        first, last = begin + RAMP, begin + RAMP + seconds
+        first, last = begin + self.args.ramp, begin + self.args.ramp + seconds
         task = asyncio.create_task(self.clients.keep(urls, self.model, chats, begin, last))
         await asyncio.sleep(first - now())
         yield first, last, task
@@ -118,82 +135,98 @@ class Phases:
 
     async def http(self, replicas: int, routers: int, ingress: str) -> None:
         """As many streams as `replicas` engines have rows, all of them busy."""
+        a = self.args
         Steering(replicas=replicas).apply()
-        urls = self.fleet.urls(ingress)
-        urls = urls[:routers] if ingress == "direct" else urls
-        async with self.load(self.chats(replicas), urls, self.args.seconds) as (first, last, task):
+        urls = await asyncio.to_thread(self.fleet.urls, ingress)
+        if ingress == "direct":
+            if len(urls) < routers:
+                raise RuntimeError(f"{len(urls)} of {routers} Routers have a port")
+            urls = urls[:routers]
+        chats = self.chats(a.streams * replicas)
+        async with self.load(chats, urls, a.seconds) as (first, last, task):
             clock = CpuClock()
             await asyncio.sleep(max(0.0, last - 1 - now()))
-            gpus = await asyncio.to_thread(self.fleet.metrics, "gpu_utilization")
+            gpus = await asyncio.to_thread(self._gpu_utilization)
             await asyncio.sleep(last - now())
             cores = clock.cores()
         found = window(task.result(), first, last)
+        steps = [each for each in await self.fleet.ask("steps", first, last) if each["requests"] >= 1]
         rate = found["output_tokens_per_s"]
-        self.rates[f"{ingress} {replicas}"] = rate
+        self.rates[f"{ingress} {replicas}"] = max(rate, self.rates.get(f"{ingress} {replicas}", 0.0))
         one = self.rates.get(f"{ingress} 1")
-        bare = self.rates.get("bare")
-        self.write(
+        bare = self.rates.get(f"bare {replicas}", replicas * self.rates.get("bare 1", 0.0))
+        write(
+            a,
             "http",
+            self.shape,
             **found | {"replicas": replicas, "router_replicas": routers, "ingress": ingress},
             scaling=rate / one if one else None,
-            http_cost=1 - rate / (bare * replicas) if bare else None,
-            streams=self.args.streams * replicas,
+            http_cost=1 - rate / bare if bare else None,
+            streams=chats.streams,
             cpu=cores,
             cpu_us_per_token={
                 kind: round(each["all"] / rate * 1e6, 2) for kind, each in cores.items() if rate
             },
+            **_worst(steps),
+            steps=steps,
             gpu_utilization=gpus,
         )
+
+    def _gpu_utilization(self) -> list[str]:
+        """Of each replica, and of each GPU as Ray sees it: lines of the metrics endpoint."""
+        try:
+            return self.fleet.metrics("gpu", "utilization")
+        except Exception as error:
+            return [f"# no metrics: {error!r}"]
 
     async def routing(self, tokens: bool) -> None:
         """Requests that share prefixes, four to each, placed by what is cached where, or by queues only."""
         a, replicas = self.args, self.args.replicas[-1]
         Steering(tokens=tokens).apply()
-        n, rate = 128 * replicas, RATES[self.shape] * replicas / (a.paced or 1)
-        n = min(n, int(rate * a.seconds * 2))
-        rng, vocab = np.random.default_rng([3, tokens]), SHAPES[self.shape]["vocab_size"]
-        prefixes = random_prompts(rng, [2048] * max(1, n // 4), vocab)
-        ends = random_prompts(rng, [64] * n, vocab)
+        rate = RATES[self.shape] * replicas / (a.paced or 1)
+        n = min(512 * replicas, int(rate * a.seconds * 2))
+        rng = np.random.default_rng([3, tokens])
+        prefixes = random_prompts(rng, [2048] * max(1, n // 4), self.vocab)
+        ends = random_prompts(rng, [64] * n, self.vocab)
         which = rng.permutation(n) % len(prefixes)
         times = np.cumsum(rng.exponential(1 / rate, n))
         arrivals = [
             Arrival(float(at), prefixes[i] + end, 64, "shared")
             for at, i, end in zip(times, which, ends, strict=True)
         ]
-        seen = await self.clients.play(self.fleet.urls(a.ingress), self.model, arrivals)
+        urls = await asyncio.to_thread(self.fleet.urls, a.ingress)
+        seen = await self.clients.play(urls, self.model, arrivals, grace=20 + a.seconds)
         figures = summary(seen, 0.5, 0.05)
-        self.write("routing", **figures, policy="tokens" if tokens else "Ray Serve's default", rate=rate)
+        policy = "tokens" if tokens else "Ray Serve's default"
+        write(a, "routing", self.shape, **figures, policy=policy, rate=rate)
 
     async def flame(self) -> None:
         """Where a Router and a replica spend their time under full load, as flame graphs."""
+        a = self.args
         Steering().apply()
         pids: dict[str, int] = {}
         for kind, process in processes():
             pids.setdefault(kind, process.pid)
-        urls, seconds = self.fleet.urls(self.args.ingress), 6.0
+        urls, seconds = await asyncio.to_thread(self.fleet.urls, a.ingress), 6
         spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-        self.args.flame.mkdir(parents=True, exist_ok=True)
-        async with self.load(self.chats(self.args.replicas[-1]), urls, seconds + 1):
-            recording = []
+        a.flame.mkdir(parents=True, exist_ok=True)
+        recording = []
+        async with self.load(self.chats(a.streams * a.replicas[-1]), urls, seconds + 1):
             for kind in ("router", "replica"):
-                path = self.args.flame / f"{self.args.name}-{self.shape}-{kind}.svg"
-                command = [
-                    spy,
-                    "record",
-                    "-p",
-                    str(pids[kind]),
-                    "-d",
-                    str(int(seconds - 1)),
-                    "-r",
-                    "100",
-                ]
-                command += ["--nonblocking", "-o", str(path)]
+                path = a.flame / f"{a.name}-{self.shape}-{kind}.svg"
+                options = f"record -p {pids[kind]} -d {seconds - 1} -r 100 --nonblocking -o".split()
                 recording.append(
                     await asyncio.create_subprocess_exec(
-                        *command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                        spy, *options, str(path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
                     )
                 )
-            errors = [(await each.communicate())[1].decode() for each in recording]
+            try:
+                async with asyncio.timeout(30):
+                    errors = [(await each.communicate())[1].decode() for each in recording]
+            finally:
+                for each in recording:
+                    with contextlib.suppress(ProcessLookupError):
+                        each.kill()
         if any(each.returncode for each in recording):
             raise RuntimeError(f"py-spy: {errors}")
 
@@ -203,15 +236,15 @@ class Phases:
         a = self.args
         replicas = a.replicas[-1]
         victim = (await self.fleet.about())[-1]
-        chats = self.chats(replicas, seed=7)
-        chats = Chats(chats.streams // 2, chats.prompt, chats.output, chats.vocab, chats.seed)
-        before, after = a.seconds / 2, a.seconds * 1.5
-        async with self.load(chats, self.fleet.urls(a.ingress), before + after) as (first, last, task):
+        chats = self.chats(a.streams * replicas // 2)
+        before, after = a.seconds / 2, a.seconds * 2
+        urls = await asyncio.to_thread(self.fleet.urls, a.ingress)
+        async with self.load(chats, urls, before + after) as (first, last, task):
             await asyncio.sleep(first + before - now())
             died = now()
             os.kill(victim["pid"], signal.SIGKILL)
-            gone = lambda: self.fleet.running() < replicas  # noqa: E731
-            noticed = await self.until(gone, after)
+            patience = min(90.0, self.ends - died - 5)
+            recovery = asyncio.create_task(self._recovered(replicas, victim["replica"], patience))
             await asyncio.sleep(last - now())
         seen = task.result()
         alive = [one for one in seen if one.times and one.times[0] < died < max(one.ended, one.times[-1])]
@@ -219,7 +252,8 @@ class Phases:
         for one in alive:
             late = [b - x for x, b in zip(one.times, one.times[1:], strict=False) if b > died]
             stalls.append(max(late, default=last - one.times[-1]))
-        figures: dict[str, Any] = {
+        back, each = await recovery
+        figures = {
             "streams": chats.streams,
             "requests": len(seen),
             "failed": window(seen, first, last)["failed"],
@@ -228,40 +262,52 @@ class Phases:
             "after": window(seen, died, last),
             **quantiles("stall_ms", stalls),
             "stall_ms_max": max(stalls, default=0.0) * 1e3,
-            "noticed_s": None if noticed is None else noticed - died,
+            "recovery_s": None if back is None else back - died,
+            "each": each,
         }
-        back = await self.until(lambda: self.fleet.running() >= replicas, min(90.0, self.ends - now() - 5))
-        self.write("kill", **figures, recovery_s=None if back is None else back - died)
+        write(a, "kill", self.shape, **figures)
 
-    async def until(self, true: Callable[[], bool], seconds: float) -> float | None:
-        """When it became true, asked four times a second; None if it did not in time."""
+    async def _recovered(
+        self, replicas: int, victim: str, seconds: float
+    ) -> tuple[float | None, list[dict[str, Any]]]:
+        """When as many answer as before, the dead one not counted; None if not in time. What they are."""
         deadline = now() + seconds
-        while now() < deadline:
-            if await asyncio.to_thread(true):
-                return now()
+        each: list[dict[str, Any]] = []
+        while True:
+            with contextlib.suppress(Exception):  # the dead one may still be asked
+                each = [one for one in await self.fleet.about() if one["replica"] != victim]
+            if len(each) >= replicas:
+                return now(), each
+            if now() > deadline:
+                return None, each
             await asyncio.sleep(0.25)
-        return None
 
-    async def all(self) -> None:
+    async def all(self, start_s: float) -> None:
         a = self.args
-        each = RAMP + a.seconds + 2
+        each = a.ramp + a.seconds + 2
         most = a.replicas[-1]
-        await self.phase("about", 3, self.about)
+        await self.phase("about", 3, partial(self.about, start_s))
         if "bare" in a.phases:
-            await self.phase("bare", each, self.bare)
+            for replicas in a.bare:
+                await self.phase("bare", each, partial(self.bare, replicas))
         if "http" in a.phases:
             for replicas in a.replicas:
-                run = partial(self.http, replicas, a.routers, a.ingress)
-                await self.phase(f"http {replicas}", each, run)
-        if "ingress" in a.phases and a.ingress == "direct":
-            await self.phase("http haproxy", each, partial(self.http, most, a.routers, "haproxy"))
-            for routers in {a.routers // 2, a.routers // 4} - {0}:
-                run = partial(self.http, most, routers, "direct")
-                await self.phase(f"http {most} by {routers} Routers", each, run)
+                await self.phase("http", each, partial(self.http, replicas, a.routers, a.ingress))
         if "routing" in a.phases and most > 1:
             for tokens in (False, True):
-                await self.phase("routing", 2.5 * a.seconds, partial(self.routing, tokens))
+                await self.phase("routing", 2.5 * a.seconds + 3, partial(self.routing, tokens))
+        if "ingress" in a.phases and a.ingress == "direct":
+            await self.phase("http", each, partial(self.http, most, a.routers, "haproxy"))
+            for routers in sorted({a.routers // 2, a.routers // 4} - {0}, reverse=True):
+                await self.phase("http", each, partial(self.http, most, routers, "direct"))
         if a.flame:
-            await self.phase("flame", RAMP + 10, self.flame)
+            await self.phase("flame", a.ramp + 10, self.flame)
         if "kill" in a.phases and most > 1:
-            await self.phase("kill", RAMP + 2 * a.seconds + 10, self.kill)
+            await self.phase("kill", a.ramp + 2.5 * a.seconds + 15, self.kill)
+
+
+def _worst(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several replicas' steps, the figures of the slowest."""
+    keys = ("step_ms_p50", "step_ms_p99", "gap_us_p99")
+    found = {key: [each[key] for each in steps if each[key] is not None] for key in keys}
+    return {key.replace("gap", "step_gap"): max(each, default=None) for key, each in found.items()}

@@ -249,10 +249,13 @@ def undisturbed() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def play(target: Target, arrivals: Sequence[Arrival], begin: float | None = None) -> list[Seen]:
+async def play(
+    target: Target, arrivals: Sequence[Arrival], begin: float | None = None, grace: float | None = None
+) -> list[Seen]:
     """Send every request when it is due, whatever became of the others; return when all have ended.
 
-    `begin`: the time that arrivals count from; now by default.
+    `begin`: the time that arrivals count from; now by default. What has not ended `grace` seconds after
+    the last one was sent is cut off.
     """
     begin = now() if begin is None else begin
     seen: list[Seen] = []
@@ -264,7 +267,7 @@ async def play(target: Target, arrivals: Sequence[Arrival], begin: float | None 
         one = Seen(arrival.group, len(arrival.prompt), arrival.output, due, sent=now())
         seen.append(one)
         tasks.append(asyncio.create_task(target.send(arrival, one)))
-    await asyncio.gather(*tasks)
+    await _cut_off(tasks, grace)
     return seen
 
 
@@ -283,15 +286,22 @@ async def keep(target: Target, chats: Chats, begin: float, until: float) -> list
                 await asyncio.sleep(0.05)  # a server that refuses everything is not to be flooded
 
     await asyncio.sleep(begin - now())
-    tasks = [asyncio.create_task(stream()) for _ in range(chats.streams)]
-    if tasks:
-        await asyncio.wait(tasks, timeout=until - now())
-    for task in tasks:
+    await _cut_off([asyncio.create_task(stream()) for _ in range(chats.streams)], until - now())
+    return seen
+
+
+async def _cut_off(tasks: Sequence[asyncio.Task[None]], seconds: float | None) -> None:
+    """Cancel what has not ended after `seconds`. Raises what one of the tasks raised."""
+    if not tasks:
+        return
+    ended, late = await asyncio.wait(tasks, timeout=seconds)
+    for task in late:
         task.cancel()
-    for found in await asyncio.gather(*tasks, return_exceptions=True):
+    for found in await asyncio.gather(*late, return_exceptions=True):
         if isinstance(found, Exception):
             raise found
-    return seen
+    for task in ended:
+        task.result()
 
 
 class Clients:
@@ -313,13 +323,18 @@ class Clients:
         await self._all([(_meet,)] * self._processes)
 
     async def play(
-        self, urls: str | Sequence[str], model: str, arrivals: Sequence[Arrival], lead: float = 1.0
+        self,
+        urls: str | Sequence[str],
+        model: str,
+        arrivals: Sequence[Arrival],
+        lead: float = 1.0,
+        grace: float | None = None,
     ) -> list[Seen]:
         """As `play`, from `lead` seconds on: by then every process has to have its share."""
         await self.start()
         n, begin = self._processes, now() + lead
         ordered = sorted(arrivals, key=lambda a: a.at)
-        return await self._all([(_play, urls, model, ordered[i::n], begin) for i in range(n)])
+        return await self._all([(_play, urls, model, ordered[i::n], begin, grace) for i in range(n)])
 
     async def keep(
         self, urls: str | Sequence[str], model: str, chats: Chats, begin: float, until: float
@@ -342,13 +357,15 @@ def _meet_at(barrier: Barrier) -> None:
 
 
 def _meet() -> list[Seen]:
-    _meeting[0].wait()
+    _meeting[0].wait(60)  # else one process that hangs would hold up the others for ever
     return []
 
 
-def _play(urls: str | Sequence[str], model: str, arrivals: list[Arrival], begin: float) -> list[Seen]:
+def _play(
+    urls: str | Sequence[str], model: str, arrivals: list[Arrival], begin: float, grace: float | None
+) -> list[Seen]:
     with undisturbed():
-        return asyncio.run(play(HttpTarget(urls, model), arrivals, begin))
+        return asyncio.run(play(HttpTarget(urls, model), arrivals, begin, grace))
 
 
 def _keep(urls: str | Sequence[str], model: str, chats: Chats, begin: float, until: float) -> list[Seen]:

@@ -1,20 +1,25 @@
 """Several engines on one machine, measured in one go: scaling, what HTTP costs, routing, a death.
 
     python -m scripts.multi_gpu --shape 8b 0.6b --out benchmarks/results/h200x2.jsonl
-    python -m scripts.multi_gpu --paced 40 --replicas 1 2 4 8 16 --out benchmarks/results/scaling-cpu.jsonl
+    python -m scripts.multi_gpu --shape 0.6b --ingress proxy --phases bare http --out FILE
+    python -m scripts.multi_gpu --paced 40 --replicas 1 2 4 8 16 --out benchmarks/results/h200x8.jsonl
 
 Starts Ray and the application with as many engines as the largest of --replicas (by default one and as
-many as there are GPUs) on random weights, loads it from processes of its own, and appends a JSON line for
-every phase as soon as that is through. A phase for which no time is left is skipped. --paced N replaces the
-GPUs by engines that take N times the time of an H200 for each step, so that all but the GPU is real.
+many as there are GPUs), loads it from processes of its own, and appends a JSON line for every phase as
+soon as that is through. Weights are random, but those of `demo`, the demo model. Shapes share what is
+left of --limit evenly; a phase that fails, or for which no time is left, ends no other. --paced N replaces
+the GPUs by engines that take N times the time of an H200 for each step, so that all but the GPU is real.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import logging
 import os
+import resource
+import shlex
 import shutil
 import sys
 import tempfile
@@ -39,16 +44,22 @@ INGRESS = {
     "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"},
 }
 INGRESS["direct"] = INGRESS["haproxy"]  # Routers that can be reached past HAProxy, too
+PHASES = ["bare", "http", "routing", "ingress", "kill"]
 
 
 def settings(args: argparse.Namespace, shape: str, folder: Path) -> Any:
     from benchmarks.workloads import save_config, save_tokenizer
+    from deployments.demo_model import resolve
     from deployments.settings import Settings
 
-    model = save_config(shape, folder / shape, CONTEXT)
-    save_tokenizer(shape, folder / shape)
+    if shape == "demo":
+        model = resolve(shape)
+    else:
+        model = save_config(shape, folder / shape, CONTEXT)
+        save_tokenizer(shape, folder / shape)
     engine: dict[str, Any] = {
-        "load_format": "random",
+        "load_format": "safetensors" if shape == "demo" else "random",
+        "context_length": CONTEXT,
         "max_running_requests": args.streams,
         "max_tokens_per_step": args.max_tokens_per_step,
         "dtype": "bfloat16",
@@ -73,41 +84,54 @@ def gpus() -> tuple[int, str]:
     return n, f"{n} x {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))}"
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", nargs="+", choices=["8b", "0.6b"], default=["8b"])
+    parser.add_argument("--shape", nargs="+", choices=["8b", "0.6b", "demo"], default=["8b"])
     parser.add_argument("--replicas", type=int, nargs="+", help="one and all GPUs by default")
     parser.add_argument("--routers", type=int, help="four for each replica by default")
     parser.add_argument("--ingress", choices=INGRESS, default="direct")
     parser.add_argument("--streams", type=int, default=256, help="for each replica")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--ramp", type=float, default=2.0, help="seconds of load before a measurement")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--max-tokens-per-step", type=int, default=2048)
-    parser.add_argument(
-        "--phases", nargs="+", default=["bare", "http", "ingress", "routing", "kill"],
-        choices=["bare", "http", "ingress", "routing", "kill"],
-    )  # fmt: skip
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--clients", type=int, help="processes; a quarter of the cores by default")
     parser.add_argument("--paced", type=float, help="no GPU, so many times an H200's time")
     parser.add_argument("--flame", type=Path, help="folder for flame graphs (py-spy, as root)")
     parser.add_argument("--logs", type=Path, help="copy Ray's logs here at the end")
     parser.add_argument("--limit", type=float, default=560, help="seconds for everything")
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
+    parser.add_argument("--note", default="", help="goes into the results")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
     args = parser.parse_args()
-    ends = now() + args.limit
     found, args.device = gpus() if args.paced is None else (0, "CPUs")
     if args.paced is None and not found:
         parser.error("there is no GPU; --paced N needs none")
+    if args.paced is not None and "demo" in args.shape:
+        parser.error("no time of a step is known for demo: it needs a GPU")
     args.replicas = sorted(set(args.replicas or [1, max(found, 1)]))
-    most = args.replicas[-1]
-    args.routers = args.routers or 4 * most
+    args.bare = sorted({1, args.replicas[-1]}) if args.paced is None else [1]
+    args.routers = args.routers or 4 * args.replicas[-1]
     args.name = args.out.stem if args.out else "multi-gpu"
-    cores = os.cpu_count() or 1
-    clients = args.clients or max(1, cores // 4)
+    args.command = shlex.join(["python", "-m", "scripts.multi_gpu", *sys.argv[1:]])
+    return args
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    args = parsed()
+    ends = now() + args.limit
+    faulthandler.dump_traceback_later(args.limit + 25, exit=True)  # what hangs must not keep the machine
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # every stream is a connection
+    cores, most = os.cpu_count() or 1, args.replicas[-1]
 
     folder = Path(tempfile.mkdtemp(prefix="sa"))
     os.environ |= ENVIRONMENT | INGRESS[args.ingress] | {"STEPAHEAD_FLEET_CONTROL": str(folder / "steering")}
@@ -117,6 +141,9 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     import ray
     from ray import serve
+
+    from benchmarks.fleet import Fleet, in_time  # reads the environment
+    from benchmarks.phases import Phases, write
 
     try:
         begin = time.perf_counter()
@@ -129,26 +156,31 @@ def main() -> None:
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
-        print(f"Ray: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-        from benchmarks.fleet import APPLICATION, Fleet  # reads the environment
-        from benchmarks.phases import Phases
-
-        with Clients(clients) as processes:
-            for shape in args.shape:
-                begin = time.perf_counter()
+        tell(f"Ray: {time.perf_counter() - begin:.1f} s")
+        with Clients(args.clients or max(1, cores // 4)) as processes:
+            port = free_port()  # Ray Serve keeps it from shape to shape
+            for i, shape in enumerate(args.shape):
+                begin = now()
+                its_end = begin + (ends - begin) / (len(args.shape) - i)
+                fleet = None
                 try:
-                    fleet = Fleet(settings(args, shape, folder), free_port())
+                    fleet = Fleet(settings(args, shape, folder), port, its_end - begin)
+                    tell(f"{shape} up: {now() - begin:.1f} s")
+                    with undisturbed():
+                        asyncio.run(Phases(args, shape, fleet, processes, its_end).all(now() - begin))
                 except Exception as error:
-                    print(f"{shape} did not start: {error!r}", file=sys.stderr, flush=True)
-                    continue
-                print(f"{shape} up: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-                with undisturbed():
-                    asyncio.run(Phases(args, shape, fleet, processes, ends).all())
-                serve.delete(APPLICATION)
+                    write(args, "about" if fleet else "start", shape, error=repr(error)[:4000])
+                if shape != args.shape[-1]:
+                    begin = now()
+                    in_time(lambda: serve.delete("fleet"), 60)
+                    tell(f"{shape} down: {now() - begin:.1f} s")
     finally:
         if args.logs:
-            shutil.copytree(folder / "ray" / "session_latest" / "logs", args.logs)
-        serve.shutdown()  # type: ignore[no-untyped-call]
+            try:
+                shutil.copytree(folder / "ray" / "session_latest" / "logs", args.logs, dirs_exist_ok=True)
+            except OSError as error:
+                tell(f"logs: {error}")
+        in_time(serve.shutdown, 30)
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,9 +11,9 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import PendingRequest
 
-from benchmarks.fleet import CONTROL, SteeredRouter, Steering
 from benchmarks.latency import window
 from benchmarks.paced import PACES, Pace, PacedEngine
+from benchmarks.steering import CONTROL, SteeredRouter, Steering
 from benchmarks.targets import Chats, Clients, EngineTarget, Seen, keep, now
 from benchmarks.workloads import save_config, save_tokenizer
 from deployments.submission import Submission

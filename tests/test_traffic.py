@@ -179,6 +179,19 @@ async def test_the_loop_is_open() -> None:
     assert sent == ["a", "b", "last"]
 
 
+async def test_what_hangs_is_cut_off() -> None:
+    class Stuck:
+        async def send(self, arrival: Arrival, seen: Seen) -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                seen.error = "stopped"
+                raise
+
+    seen = await play(Stuck(), [Arrival(0.0, [1], 1, "a"), Arrival(0.0, [1], 1, "b")], grace=0.01)
+    assert [one.error for one in seen] == ["stopped"] * 2
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_config("tiny", tmp_path_factory.mktemp("tiny"), SIZES["tiny"].context)
