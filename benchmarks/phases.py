@@ -41,6 +41,7 @@ def write(args: argparse.Namespace, phase: str, shape: str, **figures: Any) -> N
         "router_replicas": args.routers,
         "ingress": args.ingress,
         "engine": "GPU" if args.paced is None else f"paced: a step takes {args.paced:g} times an H200's time",
+        "pace": args.paced,
         **figures,
         "device": args.device,
         "cores": os.cpu_count(),
