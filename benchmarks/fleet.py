@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import time
 import urllib.request
@@ -85,6 +86,10 @@ class MeasuredReplica(EngineReplica):
             seen = await keep(EngineTarget(self._engine), share, begin, last)
         found: dict[str, Any] = window(seen, first, last) | {"steps": await self.steps(first, last)}
         return found
+
+    async def switch(self, seconds: float) -> None:
+        """How long a thread of this process may keep the GIL from the engine's, from now on."""
+        sys.setswitchinterval(seconds)
 
     async def steps(self, begin: float, end: float) -> dict[str, Any] | None:
         """The engine's steps between two times, by its own timeline; None if there was none."""

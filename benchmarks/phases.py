@@ -134,10 +134,11 @@ class Phases:
         yield first, last, task
         await task
 
-    async def http(self, replicas: int, routers: int, ingress: str) -> None:
+    async def http(self, replicas: int, routers: int, ingress: str, switch_ms: float | None = None) -> None:
         """As many streams as `replicas` engines have rows, all of them busy."""
         a = self.args
         Steering(replicas=replicas).apply()
+        await self.fleet.ask("switch", (switch_ms or 5.0) / 1e3)
         urls = await asyncio.to_thread(self.fleet.urls, ingress)
         if ingress == "direct":
             if len(urls) < routers:
@@ -161,6 +162,7 @@ class Phases:
             "http",
             self.shape,
             **found | {"replicas": replicas, "router_replicas": routers, "ingress": ingress},
+            switch_ms=switch_ms,
             scaling=rate / one if one else None,
             http_cost=1 - rate / bare if bare else None,
             streams=chats.streams,
@@ -294,6 +296,11 @@ class Phases:
         if "http" in a.phases:
             for replicas in a.replicas:
                 await self.phase("http", each, partial(self.http, replicas, a.routers, a.ingress))
+        if "switch" in a.phases:
+            for switch_ms in (0.5, 0.05):
+                run = partial(self.http, most, a.routers, a.ingress, switch_ms)
+                await self.phase("http", each, run)
+            await self.fleet.ask("switch", 5e-3)
         if "routing" in a.phases and most > 1:
             for tokens in (False, True):
                 await self.phase("routing", 2.5 * a.seconds + 3, partial(self.routing, tokens))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import PendingRequest
 
+from benchmarks.fleet import MeasuredReplica, in_time
 from benchmarks.latency import window
 from benchmarks.paced import PACES, Pace, PacedEngine
+from benchmarks.phases import Phases
 from benchmarks.steering import CONTROL, SteeredRouter, Steering
 from benchmarks.targets import Chats, Clients, EngineTarget, Seen, keep, now
 from benchmarks.workloads import save_config, save_tokenizer
@@ -90,6 +94,63 @@ async def test_streams_are_kept_busy(model: str) -> None:
     assert {one.error for one in seen if not one.complete} <= {"stopped"}
     assert len(whole) > 8 and {one.output for one in whole} <= set(range(5, 16))
     assert stats.finished.get("abort", 0) <= 4
+
+
+async def test_a_replica_runs_its_engine_alone_and_tells_of_its_steps(model: str) -> None:
+    replica: Any = MeasuredReplica.__new__(MeasuredReplica)
+    replica._engine, replica._name = await started(model), "b"
+    try:
+        chats, begin = Chats(8, 20, 10, 1000), now() + 1  # before it begins, garbage is collected
+        assert await replica.bare(["a"], chats, begin, 0.1, 1) is None
+        found = await replica.bare(["a", "b"], chats, begin, 0.1, 1)
+        assert found["output_tokens_per_s"] > 0 and found["failed"] == 0
+        assert 1 <= found["steps"]["requests"] <= 4  # half of the streams are another's
+        assert found["steps"]["step_ms_p99"] >= found["steps"]["step_ms_p50"] > 0
+        assert await replica.steps(begin - 3, begin - 1) is None
+    finally:
+        await replica._engine.stop()
+
+
+def test_what_hangs_holds_nobody_up() -> None:
+    assert in_time(lambda: 7, 5) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 / 0, 5)
+    forever = threading.Event()
+    with pytest.raises(TimeoutError):
+        in_time(forever.wait, 0.01)
+    forever.set()
+
+
+async def test_phases_that_fail_or_hang_are_told_and_end_no_other(model: str, tmp_path: Path) -> None:
+    async def ask(question: str) -> list[Any]:
+        return []
+
+    fleet: Any = types.SimpleNamespace(settings=types.SimpleNamespace(model=model), ask=ask)
+    out = tmp_path / "out.jsonl"
+    args: Any = types.SimpleNamespace(
+        replicas=[2], routers=1, ingress="direct", paced=None, device="none", version="", out=out
+    )
+    clients: Any = None
+    ran = []
+
+    async def fails() -> None:
+        raise ValueError("this one")
+
+    async def hangs() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def runs() -> None:
+        ran.append(1)
+
+    phases = Phases(args, "8b", fleet, clients, now() + 0.5)
+    await phases.phase("fails", 0.1, fails)
+    await phases.phase("hangs", 0.1, hangs)  # until the end of all
+    await phases.phase("too late", 0.1, runs)
+    phases.ends = now() + 60
+    await phases.phase("runs", 0.1, runs)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["fails", "hangs"] and ran == [1]
+    assert "this one" in lines[0]["error"] and "Timeout" in lines[1]["error"]
 
 
 def test_figures_of_a_window() -> None:

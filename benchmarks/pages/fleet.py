@@ -6,6 +6,8 @@ from typing import Any
 
 from benchmarks.pages.cells import cell
 
+Line = dict[str, Any]
+
 FLEET: list[tuple[str, str, str]] = [
     ("streams", "streams", "d"),
     ("tokens/s", "output_tokens_per_s", ",.0f"),
@@ -13,12 +15,15 @@ FLEET: list[tuple[str, str, str]] = [
     ("HTTP costs", "http_cost", ".1%"),
     *((f"TTFT p{q} ms", f"ttft_ms_p{q}", ",.1f") for q in (50, 99)),
     *((f"gap p{q} ms", f"itl_ms_p{q}", ",.1f") for q in (50, 99)),
+    *((f"step p{q} ms", f"step_ms_p{q}", ",.2f") for q in (50, 99)),
+    ("switch ms", "switch_ms", "g"),
+    ("GPU idle before a step p99 µs", "step_gap_us_p99", ",.0f"),
     ("failed", "failed", "d"),
     ("cache hits", "cache_hit_rate", ".1%"),
 ]
 
 
-def cores(line: dict[str, Any]) -> str:
+def cores(line: Line) -> str:
     """Of each kind of process: all together, and the busiest where there are several."""
     cells = []
     for kind, used in line.get("cpu", {}).items():
@@ -28,34 +33,99 @@ def cores(line: dict[str, Any]) -> str:
     return ", ".join(cells)
 
 
-def fleet_page(lines: list[dict[str, Any]]) -> str:
+def utilization(line: Line) -> str:
+    """Of each replica's GPU, out of the lines of the metrics endpoint."""
+    lines = [each for each in line.get("gpu_utilization", []) if "_gpu_utilization{" in each]
+    return ", ".join(f"{float(each.rpartition(' ')[2]):.0%}" for each in lines)
+
+
+def fleet_page(lines: list[Line]) -> str:
     text = [
         f"# Several engines on one machine: {', '.join(dict.fromkeys(x['device'] for x in lines))}",
         "",
-        "Made by `python -m benchmarks.report` from the lines beside it, which `python -m scripts.multi_gpu` "
-        "wrote: random weights, as many streams for each replica as it has rows, all busy. Bare: the engine "
-        "asked in its own process, without tape, Router and HTTP. HTTP costs: tokens/s below bare times "
-        "replicas. Cores: how many each kind of process used.",
-        "",
+        *dict.fromkeys(f"**{x['note']}**\n" for x in lines if x.get("note")),
     ]
     if paced := sorted({x["engine"] for x in lines if x["engine"] != "GPU"}):
-        text += [f"**No GPU** where the engine is called paced ({'; '.join(paced)}).", ""]
+        text += [
+            f"**No GPU computed anything** where the engine is called paced ({'; '.join(paced)}, as "
+            "measured on one): it computes no tokens and takes its time. Scheduler, tape, Routers, HTTP, "
+            "Ray Serve and clients are the real ones, and share the cores named below.",
+            "",
+        ]
+    text += [
+        "Made by `python -m benchmarks.report` from the lines beside it, which the commands below wrote: as "
+        "many streams for each replica as it has rows, all busy; weights are random, but the demo model's. "
+        "Bare: engines asked in their own processes, without tape, Router and HTTP. HTTP costs: tokens/s "
+        "below those of as many bare engines. Step, and the time in which the GPU had work and waited "
+        "for it: of the slowest replica, by its engine's own clock. Switch: how long a thread may keep the "
+        "GIL from the engine's, Python's own 5 ms if nothing is said. Cores: those that each kind of process "
+        "used.",
+        "",
+        *(started(x) for x in lines if x["phase"] == "about" and "each" in x),
+        "",
+    ]
     names = ["date", "version", "engine", "shape", "phase", "replicas", "Routers", "ingress", "policy"]
-    text.append("| " + " | ".join([*names, *(name for name, _, _ in FLEET), "cores"]) + " |")
-    text.append("|" + "---|" * (len(names) + len(FLEET) + 1))
+    heads = [*names, *(name for name, _, _ in FLEET), "GPUs busy", "cores"]
+    text += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for x in lines:
         if "output_tokens_per_s" not in x:
             continue
         row = [x["date"], x["version"], x["engine"].split(":")[0], x["shape"], x["phase"]]
         row += [str(x["replicas"]), str(x["router_replicas"]), x["ingress"] or "", x.get("policy", "")]
         cells = [cell([x.get(key)], form) for _, key, form in FLEET]
-        text.append("| " + " | ".join([*row, *cells, cores(x)]) + " |")
+        text.append("| " + " | ".join([*row, *cells, utilization(x), cores(x)]) + " |")
+    text += [*needed(lines)]
     for x in lines:
         if x["phase"] == "kill" and "error" not in x:
             text += ["", _death(x)]
         if "error" in x:
             text += ["", f"{x['shape']}, {x['phase']}: {x['error']}"]
     return "\n".join([*text, ""])
+
+
+def started(x: Line) -> str:
+    """What was started, and where each replica found itself."""
+    text = (
+        f"- {x['date']}, {x['shape']}: `{x['command']}`, up after {x['start_s']:.0f} s on {x['cores']} cores"
+    )
+    for each in x["each"]:
+        if each["gpus_seen"]:
+            here = len(each["cores"])
+            near = "unknown" if each["cores_near_gpu"] is None else str(len(each["cores_near_gpu"]))
+            text += (
+                f"; replica {each['replica']} sees {', '.join(each['gpus_seen'])} (CUDA_VISIBLE_DEVICES "
+                f"{each['cuda_visible_devices']}), runs on {here} cores, near its GPU: {near}"
+            )
+    return text
+
+
+def needed(lines: list[Line]) -> list[str]:
+    """How many Routers engines at full speed need, by the CPU that a token took in them."""
+    text = [
+        "",
+        "Routers needed",
+        "",
+        "| date | shape | replicas | ingress | bare tokens/s of one at an H200's pace ",
+    ]
+    text[-1] += "| µs of a Router per token | Routers kept fully busy by so many replicas |"
+    text += ["|" + "---|" * 7]
+    bare: dict[tuple[str, str, Any], float] = {}
+    for x in lines:
+        key = x["date"], x["shape"], x.get("pace")
+        if x["phase"] == "bare" and x["replicas"] == 1 and "output_tokens_per_s" in x:
+            bare[key] = x["output_tokens_per_s"] * (x.get("pace") or 1)
+        elif x["phase"] == "http" and "cpu_us_per_token" in x and key in bare:
+            each = x["cpu_us_per_token"]["router"]
+            row = [
+                x["date"],
+                x["shape"],
+                str(x["replicas"]),
+                x["ingress"],
+                f"{bare[key]:,.0f}",
+                f"{each:.0f}",
+            ]
+            text.append("| " + " | ".join([*row, f"{bare[key] * x['replicas'] * each / 1e6:.1f}"]) + " |")
+    return text if len(text) > 5 else []
 
 
 def _death(x: dict[str, Any]) -> str:
