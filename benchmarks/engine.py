@@ -25,7 +25,7 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -115,6 +115,7 @@ class Case:
             "run": run,
             "peer": peer,
             "block_size": args.block_size,
+            "attention": args.attention,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
             "transformers": transformers.__version__,

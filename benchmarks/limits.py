@@ -110,7 +110,7 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
     with torch.cuda.graph(graph):
         work()
     once = _replay(graph)
-    repeats = min(max(int(0.3 / once), 5), 100)  # long enough for the clocks to settle
+    repeats = min(max(int(0.5 / once), 5), 1000)  # long enough for the clocks to settle
     return statistics.median(_replay(graph) for _ in range(repeats))
 
 
@@ -124,8 +124,8 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a reduction reads from memory: 8 GiB on a GPU, 256 MiB on a CPU."""
-    n = 2**31 if device.type == "cuda" else 2**26
+    """Bytes per second that a reduction reads from memory: 8 GiB on a GPU, 128 MiB on a CPU."""
+    n = 2**31 if device.type == "cuda" else 2**25
     data = torch.empty(n, dtype=torch.int32, device=device).random_()
     return data.nbytes / seconds(data.max, device)
 

@@ -76,13 +76,14 @@ class Transformers:
     """transformers' continuous batching on random weights drawn like the engine's."""
 
     def __init__(self, directory: str) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        dtype = torch.bfloat16 if on_gpu else torch.float32
         auto: Any = AutoModelForCausalLM
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        with torch.random.fork_rng([device] if on_gpu else []), device:
             torch.manual_seed(0)
             self._model = auto.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
-        self._model.train(False)
+        self._model.train(False).requires_grad_(False)
 
     def run(
         self,
@@ -116,11 +117,12 @@ class Transformers:
         attention = self._model.config._attn_implementation
         manager.warmup()
         manager.start()
+        found = []
         try:
             self._batch(manager, warm_up, min(output, 33), stop)
-            found = [self._batch(manager, prompts, output, stop) for prompts in runs]
+            found += [self._batch(manager, prompts, output, stop) for prompts in runs]
         finally:
-            manager.stop(block=True, timeout=GRACE / 2, hard_stop=True)
+            manager.stop(block=True, timeout=GRACE / 2, hard_stop=not found)
             if manager.is_running():  # what it has for its end would wait for ever
                 raise Stuck("its loop did not end when asked to")
             manager.destroy()
