@@ -297,9 +297,7 @@ class Phases:
             for replicas in a.replicas:
                 await self.phase("http", each, partial(self.http, replicas, a.routers, a.ingress))
         if "switch" in a.phases:
-            for switch_ms in (0.5, 0.05):
-                run = partial(self.http, most, a.routers, a.ingress, switch_ms)
-                await self.phase("http", each, run)
+            await self.phase("http", each, partial(self.http, most, a.routers, a.ingress, 0.5))
             await self.fleet.ask("switch", 5e-3)
         if "routing" in a.phases and most > 1:
             for tokens in (False, True):

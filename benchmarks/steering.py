@@ -56,11 +56,12 @@ class SteeredRouter(TokenRouter):
             return await super().choose_replicas(candidate_replicas, pending_request)
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         names = sorted(by_name)
+        open_ = [by_name[name] for name in names[: steering.replicas] if name not in submission.avoid]
+        open_ = open_ or candidate_replicas
         if not steering.tokens:
-            open_ = [by_name[name] for name in names[: steering.replicas] if name not in submission.avoid]
-            open_ = open_ or candidate_replicas
             return [random.sample(open_, min(2, len(open_)))]
         closed = (*submission.avoid, *names[steering.replicas :])
         steered = msgspec.structs.replace(submission, avoid=closed)
         steered_request = dataclasses.replace(pending_request, args=[steered, *pending_request.args[1:]])
-        return await super().choose_replicas(candidate_replicas, steered_request)
+        ranks = await super().choose_replicas(candidate_replicas, steered_request)
+        return [found for rank in ranks if (found := [each for each in rank if each in open_])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import multiprocessing
 import random
 import time
@@ -272,13 +273,18 @@ async def play(
 
 
 async def keep(target: Target, chats: Chats, begin: float, until: float) -> list[Seen]:
-    """Keep every stream busy between two times; what still runs at the end is cut off."""
+    """Keep every stream busy between two times; what still runs at the end is cut off.
+
+    Each stream begins somewhere in an answer, as if all had run for long: else they would end together.
+    """
     rng = np.random.default_rng(chats.seed)
     seen: list[Seen] = []
 
     async def stream() -> None:
+        part = 1.0 - rng.random()  # never 0
         while now() < until:
             arrival = chats.next(rng)
+            arrival, part = replace(arrival, output=math.ceil(arrival.output * part)), 1.0
             one = Seen(arrival.group, len(arrival.prompt), arrival.output, now(), now())
             seen.append(one)
             await target.send(arrival, one)
