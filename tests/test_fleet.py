@@ -17,6 +17,7 @@ from benchmarks.fleet import MeasuredReplica, in_time
 from benchmarks.latency import window
 from benchmarks.paced import PACES, Pace, PacedEngine
 from benchmarks.phases import Phases
+from benchmarks.report import make
 from benchmarks.steering import CONTROL, SteeredRouter, Steering
 from benchmarks.targets import Chats, Clients, EngineTarget, Seen, keep, now
 from benchmarks.workloads import save_config, save_tokenizer
@@ -152,6 +153,43 @@ async def test_phases_that_fail_or_hang_are_told_and_end_no_other(model: str, tm
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["phase"] for line in lines] == ["fails", "hangs"] and ran == [1]
     assert "this one" in lines[0]["error"] and "Timeout" in lines[1]["error"]
+
+
+def test_the_page_tells_gpus_costs_deaths_and_errors() -> None:
+    common = {"shape": "8b", "engine": "GPU", "pace": None, "device": "2 x G", "cores": 32, "date": "d"}
+    common |= {"version": "v", "ingress": "direct", "router_replicas": 8, "replicas": 2}
+    each = {"replica": "r1", "gpus_seen": ["u1"], "cuda_visible_devices": "0", "cores": [0, 1]}
+    quiet = {"itl_ms_p99": 15.0}
+    lines: list[dict[str, Any]] = [
+        {"phase": "about", "start_s": 61.0, "command": "go", "note": "no more", "each": [each]},
+        {"phase": "bare", "replicas": 1, "output_tokens_per_s": 20_000.0, "failed": 0},
+        {
+            "phase": "http",
+            "output_tokens_per_s": 39_000.0,
+            "scaling": 1.97,
+            "http_cost": 0.025,
+            "cpu": {"router": {"n": 8, "all": 2.0, "most": 0.3}},
+            "cpu_us_per_token": {"router": 51.0},
+            "gpu_utilization": [
+                'ray_stepahead_gpu_utilization{replica="r1"} 0.99',
+                'ray_stepahead_gpu_utilization{replica="r2"} 0.97',
+                'ray_node_gpus_utilization{GpuIndex="0"} 99.0',
+            ],
+        },
+        {
+            "phase": "kill", "streams": 256, "failed": 0, "requests": 900, "alive_at_death": 128,
+            "stall_ms_p50": 200.0, "stall_ms_max": 400.0, "before": quiet, "after": quiet, "recovery_s": 41.0,
+        },
+        {"phase": "flame", "error": "no py-spy"},
+    ]  # fmt: skip
+    lines[0]["each"][0]["cores_near_gpu"] = [0, 1]
+    page = make([common | line for line in lines])
+    assert "**no more**" in page and "`go`, up after 61 s on 32 cores" in page
+    assert "r1 sees u1 (CUDA_VISIBLE_DEVICES 0), runs on 2 cores, near its GPU: 2" in page
+    assert "| 39,000 | 1.97 | 2.5% |" in page and "| 99%, 97% | router 2.00 (most 0.30) |" in page
+    assert "| 20,000 | 51 | 2.0 |" in page  # Routers: 2 engines' tokens at 51 µs each
+    assert "0 of 900 requests failed" in page and "after 41.0 s" in page and "no py-spy" in page
+    assert "No GPU" not in page
 
 
 def test_figures_of_a_window() -> None:
