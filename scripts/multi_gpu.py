@@ -2,7 +2,7 @@
 
     python -m scripts.multi_gpu --shape 8b 0.6b --out benchmarks/results/h200x2.jsonl
     python -m scripts.multi_gpu --shape 0.6b --ingress proxy --phases bare http --out FILE
-    python -m scripts.multi_gpu --paced 40 --replicas 1 2 4 8 16 --out benchmarks/results/h200x8.jsonl
+    python -m scripts.multi_gpu --paced 20 --streams 32 --replicas 1 2 4 8 16 --out FILE
 
 Starts Ray and the application with as many engines as the largest of --replicas (by default one and as
 many as there are GPUs), loads it from processes of its own, and appends a JSON line for every phase as
@@ -135,6 +135,8 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="sa"))
     os.environ |= ENVIRONMENT | INGRESS[args.ingress] | {"STEPAHEAD_FLEET_CONTROL": str(folder / "steering")}
+    for port in ("METRICS", "STATS"):  # HAProxy's own are fixed, and one may be left of a run that was killed
+        os.environ[f"RAY_SERVE_HAPROXY_{port}_PORT"] = str(free_port())
     if args.paced is not None:
         os.environ["STEPAHEAD_FLEET_PACE"] = str(args.paced)
     root = str(Path(__file__).resolve().parent.parent)
