@@ -135,8 +135,8 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="sa"))
     os.environ |= ENVIRONMENT | INGRESS[args.ingress] | {"STEPAHEAD_FLEET_CONTROL": str(folder / "steering")}
-    for port in ("METRICS", "STATS"):  # HAProxy's own are fixed, and one may be left of a run that was killed
-        os.environ[f"RAY_SERVE_HAPROXY_{port}_PORT"] = str(free_port())
+    for what in ("METRICS", "STATS"):  # HAProxy's own are fixed, and one may be left of a run that was killed
+        os.environ[f"RAY_SERVE_HAPROXY_{what}_PORT"] = str(free_port())
     if args.paced is not None:
         os.environ["STEPAHEAD_FLEET_PACE"] = str(args.paced)
     root = str(Path(__file__).resolve().parent.parent)
