@@ -23,7 +23,7 @@ import triton
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
 from engine.attention.triton_backend import PROGRAMS_PER_SM
-from engine.attention.triton_decode import DecodeScratch, decode
+from engine.attention.triton_decode import SplitScratch, decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_rotary import rotate_and_write
 from engine.attention.triton_tiles import TileConfig
@@ -296,7 +296,7 @@ class Inputs:
         options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
         tensors = (self.out, self.query, self.key_cache, self.value_cache)
         if case.kernel == "decode":
-            scratch = DecodeScratch.allocate(
+            scratch = SplitScratch.allocate(
                 sequences, case.heads, case.kv_heads, case.head_dim, programs, torch.device(DEVICE)
             )
             return [

@@ -19,7 +19,6 @@ from engine.admission import Backlog
 from engine.calibration import choose_step_tokens
 from engine.config import EngineConfig
 from engine.device import choose_device, choose_dtype, choose_num_blocks, warm_up
-from engine.graphs import buckets
 from engine.lanes import make_lanes
 from engine.model import PagedModel
 from engine.request import EngineUnavailable, FinishReason, Output, Request, RequestError, State
@@ -281,8 +280,8 @@ class AsyncEngine:
                 with self._stage("compile", "warming up"):
                     warm_up(runner)
             if on_gpu and config.cuda_graphs:
-                with self._stage("capture", "capturing decode steps"):
-                    runner.capture(buckets(config.max_running_requests), progress=logger.info)
+                with self._stage("capture", "capturing steps"):
+                    runner.capture(progress=logger.info)
             scheduler.max_tokens_per_step = choose_step_tokens(config, runner, num_blocks)
         except BaseException:
             lanes.close()

@@ -22,8 +22,18 @@ def buckets(max_sequences: int) -> list[int]:
     return [*(size for size in sizes if size < max_sequences), max(max_sequences, 2)]
 
 
+MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Sizes to capture of steps that prefill, too: larger ones keep a GPU busy for longer than a launch takes."""
+
+
+def mixed_buckets(max_tokens: int, max_sequences: int) -> tuple[list[int], list[int]]:
+    """Numbers of tokens, and of sequences, to capture steps of any mixture for: each with each."""
+    tokens = sorted({min(size, max_tokens) for size in MIXED_TOKENS})
+    return tokens, sorted({min(64, max_sequences), max_sequences})
+
+
 def bucket_for(n: int, sizes: Sequence[int]) -> int | None:
-    """The smallest captured size that holds n; None if there is none."""
+    """The smallest of `sizes`, in order, that holds n; None if none does."""
     return next((size for size in sizes if size >= n), None)
 
 

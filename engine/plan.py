@@ -73,7 +73,6 @@ class StepPlan:
     """[S, B], B the blocks of the longest sequence; unused entries are 0."""
     num_decodes: int
     """The first `num_decodes` sequences have one token each; those after them may have more."""
-    max_query_len: int
     greedy: bool
     """No sequence draws noise."""
     filtered: bool
@@ -134,7 +133,6 @@ def scratch_plan(
         sequences=seqs,
         block_tables=np.zeros((sequences, max_blocks), np.int32),
         num_decodes=int((lengths == 1).sum()),
-        max_query_len=int(lengths.max()),
         greedy=False,
         filtered=True,
         penalised=penalised,

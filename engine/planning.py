@@ -61,7 +61,6 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         sequences=sequences,
         block_tables=r.blocks[rows, : int(r.num_blocks[rows].max())],
         num_decodes=num_decodes,
-        max_query_len=int(lengths.max()),
         greedy=not noisy.any(),
         filtered=bool((noisy & filtered).any()),
         penalised=bool(penalised.any()),

@@ -13,14 +13,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 import torch
 
 from engine.attention import LayerCache, PagedBatch
-from engine.graphs import Graphs, bucket_for
+from engine.graphs import Graphs, bucket_for, buckets, mixed_buckets
 from engine.lanes import CudaLane, Lanes
 from engine.penalties import Penalties, PenaltyTensors
 from engine.plan import StepPlan, StepResult
@@ -51,10 +52,10 @@ class Shape:
     num_tokens: int
     num_sequences: int
     num_decodes: int
-    max_query_len: int
+    num_prefills: int
     num_blocks: int
-    greedy: bool
-    filtered: bool
+    greedy: bool = True
+    filtered: bool = False
     penalised: bool = False
 
     @property
@@ -93,13 +94,13 @@ class Runner:
         self.slots = [Slot(max_tokens, max_sequences, max_blocks, device, lanes) for _ in range(depth)]
         self.last_token = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
         self.penalties = Penalties(max_sequences + 1, model.vocab_size, device)
-        self._block_size = caches[0].key.shape[1]
         self._free = deque(self.slots)
         self._clock = StepClock(lanes, depth)
         # Slot, step, sequences, and when it was prepared and is through.
         self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
         self._graphs: Graphs | None = None
-        self._buckets: list[int] = []
+        self._decode_buckets: list[int] = []
+        self._mixed_buckets: tuple[list[int], list[int]] = [], []
         self._logits = torch.empty(0)  # of captured steps
 
     # The two calls of the loop
@@ -148,22 +149,17 @@ class Runner:
 
     def _prepare(self, slot: Slot, plan: StepPlan) -> tuple[Shape, Callable[[], None]]:
         """The shape of the step, padded to a bucket if that is captured, and its work."""
-        padding = max(self.min_sequences - len(plan.sequences), 0)
-        shape = Shape(
-            num_tokens=len(plan.tokens) + padding,
-            num_sequences=len(plan.sequences) + padding,
-            num_decodes=plan.num_decodes,
-            max_query_len=plan.max_query_len,
-            num_blocks=min(max(plan.block_tables.shape[1], self.min_sequences), self.max_blocks),
-            greedy=plan.greedy,
-            filtered=plan.filtered,
-            penalised=plan.penalised,
-        )
-        if self._graphs is not None and len(plan.tokens) == plan.num_decodes:
-            bucket = bucket_for(shape.num_sequences, self._buckets)
-            if bucket is not None:
-                shape = self._decode_shape(bucket, shape.greedy, shape.filtered, shape.penalised)
+        t, s = len(plan.tokens), len(plan.sequences)
+        sampling = {"greedy": plan.greedy, "filtered": plan.filtered, "penalised": plan.penalised}
+        if self._graphs is not None:
+            captured = self._captured_shape(t, s, decodes=plan.num_decodes == t)
+            if captured is not None:
+                shape = replace(captured, **sampling)
                 return shape, partial(self._replay, slot, shape)
+        padding = max(self.min_sequences - s, 0)
+        num_blocks = min(max(plan.block_tables.shape[1], self.min_sequences), self.max_blocks)
+        prefills = s + padding - plan.num_decodes
+        shape = Shape(t + padding, s + padding, plan.num_decodes, prefills, num_blocks, **sampling)
         return shape, partial(self._compute, slot, shape)
 
     def _compute(self, slot: Slot, shape: Shape) -> None:
@@ -184,8 +180,7 @@ class Runner:
             context_len=slot.sequence("context_len", s),
             block_tables=slot.block_tables(s, shape.num_blocks).contiguous(),
             num_decodes=shape.num_decodes,
-            max_query_len=shape.max_query_len,
-            max_context_len=shape.num_blocks * self._block_size,
+            num_prefills=shape.num_prefills,
         )
         last = (query_start + query_len - 1).long()
         return self.model.forward(
@@ -221,49 +216,60 @@ class Runner:
 
     # Captured steps
 
-    def _decode_shape(self, bucket: int, greedy: bool, filtered: bool, penalised: bool = False) -> Shape:
-        return Shape(bucket, bucket, bucket, 1, self.max_blocks, greedy, filtered, penalised)
+    def _captured_shape(self, t: int, s: int, decodes: bool) -> Shape | None:
+        """The least of those captured that holds t tokens of s sequences; None if there is none."""
+        if decodes:
+            bucket = bucket_for(s, self._decode_buckets)
+            return None if bucket is None else Shape(bucket, bucket, bucket, 0, self.max_blocks)
+        tokens, sequences = map(bucket_for, (t, s), self._mixed_buckets)
+        if tokens is None or sequences is None:
+            return None
+        return Shape(tokens, sequences, sequences, sequences, self.max_blocks)
 
-    def capture(self, sizes: Iterable[int], progress: Callable[[str], None] = lambda _: None) -> None:
-        """Capture decode steps of these sizes on a GPU: forward and sampling apart, for every slot."""
+    def capture(self, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Capture steps on a GPU: forward and sampling apart, for every slot."""
         lane = self.lanes.compute
         assert isinstance(lane, CudaLane), "graphs need CUDA streams"
-        self._capture_all(Graphs(lane), sorted(sizes), progress)
+        self._capture_all(Graphs(lane), progress)
         torch.cuda.synchronize()
 
-    def _capture_all(
-        self, graphs: Graphs, sizes: list[int], progress: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def _capture_all(self, graphs: Graphs, progress: Callable[[str], None] = lambda _: None) -> None:
+        most = max(self.max_sequences, self.min_sequences)
+        self._decode_buckets, self._mixed_buckets = buckets(most), mixed_buckets(self.max_tokens, most)
+        # Largest first, so that smaller ones reuse its memory.
+        mixed = [self._captured_shape(t, s, False) for t, s in product(*map(reversed, self._mixed_buckets))]
+        decodes = [self._captured_shape(s, s, True) for s in reversed(self._decode_buckets)]
         with torch.inference_mode():
-            self.slots[0].make_scratch(sizes[-1])
+            self.slots[0].make_scratch(most, 1)
             # Logits cross from one graph to the next, outside their memory pool.
-            logits = torch.zeros_like(
-                self._forward(self.slots[0], self._decode_shape(sizes[-1], True, False))
-            )
-            for bucket in reversed(sizes):  # largest first, so that smaller ones reuse its memory
-                progress(f"capturing decode steps of {bucket} requests")
+            self._logits = torch.zeros_like(self._forward(self.slots[0], decodes[0]))
+            for shape in filter(None, (*mixed, *decodes)):
+                progress(f"capturing steps of {shape.num_tokens} tokens of {shape.num_sequences} requests")
                 for i, slot in enumerate(self.slots):
-                    slot.make_scratch(bucket)
-                    self._capture_step(graphs, i, bucket, logits[:bucket])
-        self._graphs, self._buckets, self._logits = graphs, sizes, logits
+                    slot.make_scratch(shape.num_sequences, 0 if shape.num_prefills else 1)
+                    self._capture_step(graphs, i, shape)
+        self._graphs = graphs
 
-    def _capture_step(self, graphs: Graphs, i: int, bucket: int, logits: torch.Tensor) -> None:
-        slot = self.slots[i]
+    def _capture_step(self, graphs: Graphs, i: int, shape: Shape) -> None:
+        slot, logits = self.slots[i], self._logits[: shape.num_sequences]
 
         def forward() -> None:
-            logits.copy_(self._forward(slot, self._decode_shape(bucket, True, False)))
+            logits.copy_(self._forward(slot, shape))
 
-        graphs.capture((i, bucket, "forward"), forward)
+        graphs.capture((i, shape), forward)
+        if shape.num_prefills:
+            return  # samples like as many decodes
         for greedy, filtered in ((True, False), (False, False), (False, True)):
-            shape = self._decode_shape(bucket, greedy, filtered)
-            graphs.capture((i, bucket, shape.sampling), partial(self._sample, slot, shape, logits))
+            sampling = replace(shape, greedy=greedy, filtered=filtered)
+            name = (i, shape.num_sequences, sampling.sampling)
+            graphs.capture(name, partial(self._sample, slot, sampling, logits))
 
     def _replay(self, slot: Slot, shape: Shape) -> None:
         assert self._graphs is not None
-        i = self.slots.index(slot)
-        self._graphs.replay((i, shape.num_sequences, "forward"))
+        i, s = self.slots.index(slot), shape.num_sequences
+        self._graphs.replay((i, replace(shape, greedy=True, filtered=False, penalised=False)))
         if shape.penalised:  # not captured, since the counts have no memory before they are used
             with torch.inference_mode():
-                self._sample(slot, shape, self._logits[: shape.num_sequences])
+                self._sample(slot, shape, self._logits[:s])
         else:
-            self._graphs.replay((i, shape.num_sequences, shape.sampling))
+            self._graphs.replay((i, s, shape.sampling))

@@ -48,7 +48,8 @@ class Slot:
     def fill(self, plan: StepPlan, num_tokens: int, num_sequences: int) -> None:
         """Copy a plan into the pinned buffers (host), padded with scratch entries.
 
-        A padded sequence is one token of its own, in row 0 and block 0.
+        A padded sequence of a step of decodes is one token of its own, in row 0 and block 0. In other
+        steps it has none, and the padded tokens belong to nobody.
         """
         t, s = len(plan.tokens), len(plan.sequences)
         tokens, sequences = self._tokens_host.numpy(), self._sequences_host.numpy()
@@ -62,13 +63,17 @@ class Slot:
         self.histories = [
             HistoryTensors(row, *(self._copied(each) for each in arrays)) for row, *arrays in plan.histories
         ]
-        if num_sequences > s:
+        if num_tokens > t:
             tokens[:, t:num_tokens] = 0
             tokens[_TOKEN_ROW["carry_row"], t:num_tokens] = -1
+        if num_sequences > s:
+            own = plan.num_decodes == t
             sequences[:, s:num_sequences] = 0
-            sequences[_SEQUENCE_ROW["query_start"], s:num_sequences] = np.arange(t, num_tokens)
-            sequences[_SEQUENCE_ROW["query_len"], s:num_sequences] = 1
-            sequences[_SEQUENCE_ROW["context_len"], s:num_sequences] = 1
+            # Of none, too, the last token is one that there is: number 0.
+            start = np.arange(t, num_tokens) if own else 1
+            sequences[_SEQUENCE_ROW["query_start"], s:num_sequences] = start
+            sequences[_SEQUENCE_ROW["query_len"], s:num_sequences] = own
+            sequences[_SEQUENCE_ROW["context_len"], s:num_sequences] = own
             tables[: self._num_blocks, s:num_sequences] = 0
 
     def _copied(self, array: np.ndarray) -> torch.Tensor:
@@ -105,14 +110,15 @@ class Slot:
         self._sampled_host.fill_(-1)
         return sampled
 
-    def make_scratch(self, n: int) -> None:
-        """Device tensors of a step of n padded sequences, for capturing and measuring steps."""
+    def make_scratch(self, n: int, tokens: int) -> None:
+        """Device tensors of a step of n padded sequences, of `tokens` (0 or 1) each, for capturing steps."""
+        start = torch.arange(n, dtype=torch.int32) if tokens else 1
         self._tokens.zero_()
         self._tokens[_TOKEN_ROW["carry_row"]] = -1
         self._sequences.zero_()
-        self._sequences[_SEQUENCE_ROW["query_start"], :n] = torch.arange(n, dtype=torch.int32)
-        self._sequences[_SEQUENCE_ROW["query_len"]] = 1
-        self._sequences[_SEQUENCE_ROW["context_len"]] = 1
+        self._sequences[_SEQUENCE_ROW["query_start"], :n] = start
+        self._sequences[_SEQUENCE_ROW["query_len"]] = tokens
+        self._sequences[_SEQUENCE_ROW["context_len"]] = tokens
         self._tables.zero_()
 
     def poison(self) -> None:

@@ -161,8 +161,7 @@ def random_step(
         context_len=int32([context for context, _ in sequences]),
         block_tables=tables,
         num_decodes=decodes,
-        max_query_len=max([new for _, new in sequences[decodes:]], default=1),
-        max_context_len=max(context for context, _ in sequences),
+        num_prefills=len(sequences) - decodes,
     )
     return Step(
         query=query,
@@ -201,6 +200,7 @@ def split_step(step: Step, at: int) -> Step:
         context_len=int32(contexts),
         block_tables=step.batch.block_tables.repeat(2, 1),
         num_decodes=decodes,
+        num_prefills=2 - decodes,
     )
     tensors = {name: getattr(step, name)[order] for name in ("query", "key", "value", "expected")}
     return replace(step, batch=batch, **tensors)

@@ -85,8 +85,7 @@ class PagedSteps:
             context_len=ends,
             block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
             num_decodes=len(order) - len(chunks),
-            max_query_len=max(chunks, default=1),
-            max_context_len=width * self.block_size,
+            num_prefills=len(chunks),
         )
         logits = self.model.forward(
             torch.tensor(ids, device=device),

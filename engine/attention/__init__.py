@@ -31,10 +31,12 @@ class PagedBatch:
     """int32 [S, B]: blocks of each sequence in order of position."""
     num_decodes: int
     """The first `num_decodes` sequences have exactly one token each, token i being sequence i."""
-    max_query_len: int
-    """Upper bound of query_len over the sequences after `num_decodes`; 1 where there are none."""
-    max_context_len: int
-    """Upper bound of context_len (B * block_size in a captured graph)."""
+    num_prefills: int
+    """The last `num_prefills` sequences may have any number of tokens, none included.
+
+    The two add up to all sequences, but in a captured step that is replayed for any division of them:
+    there each is the number of all, and a decode is a sequence i whose only token is token i.
+    """
 
 
 @dataclass(frozen=True, slots=True)

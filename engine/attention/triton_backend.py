@@ -7,7 +7,7 @@ import torch
 from engine.attention import LayerCache, PagedBatch
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
-from engine.attention.triton_decode import DecodeScratch, decode
+from engine.attention.triton_decode import SplitScratch, decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_rotary import rotate_and_write
 from engine.attention.triton_write import write_cache
@@ -42,7 +42,7 @@ def paged_attention(
     arrivals: torch.Tensor,
     programs: int,
     num_decodes: int,
-    max_query_len: int,
+    num_prefills: int,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -59,7 +59,9 @@ def paged_attention(
     else:
         rotary = Rotary(cos, sin, query_norm, key_norm, eps)
         query = rotate_and_write(query, key, value, rotary, key_cache, value_cache, cache_slots)
-    if num_decodes and flashinfer:
+    scratch = SplitScratch(partial, partial_lse, arrivals, programs)
+    all_decodes = num_decodes + num_prefills == query_len.shape[0]
+    if num_decodes and all_decodes and flashinfer:
         flashinfer_decode(
             out,
             query,
@@ -77,15 +79,18 @@ def paged_attention(
             query,
             key_cache,
             value_cache,
+            query_start,
+            query_len,
             context_len,
             block_tables,
-            DecodeScratch(partial, partial_lse, arrivals, programs),
+            scratch,
             num_decodes=num_decodes,
+            every=all_decodes,
             scale=scale,
             window=window,
             softcap=softcap,
         )
-    if num_decodes < query_len.shape[0]:
+    if num_prefills:
         prefill(
             out,
             query,
@@ -95,13 +100,12 @@ def paged_attention(
             query_len,
             context_len,
             block_tables,
+            scratch,
             num_decodes=num_decodes,
-            max_query_len=max_query_len,
+            num_prefills=num_prefills,
             scale=scale,
             window=window,
             softcap=softcap,
-            arrivals=arrivals,
-            programs=programs,
         )
     return out
 
@@ -138,7 +142,7 @@ class TritonAttention:
         if programs is None:
             programs = PROGRAMS_PER_SM * multiprocessors(device)
         self.flashinfer = flashinfer
-        self.scratch = DecodeScratch.allocate(max_sequences, heads, kv_heads, head_dim, programs, device)
+        self.scratch = SplitScratch.allocate(max_sequences, heads, kv_heads, head_dim, programs, device)
 
     def __call__(
         self,
@@ -181,7 +185,7 @@ class TritonAttention:
             scratch.arrivals,
             scratch.programs,
             batch.num_decodes,
-            batch.max_query_len,
+            batch.num_prefills,
             scale,
             window,
             softcap,

@@ -29,12 +29,20 @@ def _count_tiles(length, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
     return tiles
 
 
+@triton.jit
+def is_decode(sequence, query_start, query_len, num_decodes):
+    """Which of the first `num_decodes` sequences have one token, token i being that of sequence i."""
+    return (sequence < num_decodes) & (query_len == 1) & (query_start == sequence)
+
+
 @triton.jit(do_not_specialize=["num_decodes", "table_row", "window", "target_splits"])
 def _decode_kernel(
     out,
     query,
     key_cache,
     value_cache,
+    query_start,
+    query_len,
     context_len,
     block_tables,
     partial,
@@ -65,6 +73,7 @@ def _decode_kernel(
     PADDED_GROUP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MERGE: tl.constexpr,
+    ALL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -74,6 +83,10 @@ def _decode_kernel(
     # Units of work are numbered sequence by sequence, split by split; find the one that is ours.
     sequences = tl.arange(0, PADDED_SEQUENCES)
     lengths = tl.load(context_len + sequences, mask=sequences < num_decodes, other=0)
+    if not ALL:
+        starts = tl.load(query_start + sequences, mask=sequences < num_decodes, other=0)
+        news = tl.load(query_len + sequences, mask=sequences < num_decodes, other=0)
+        lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)
     tiles = _count_tiles(lengths, window, TILE, WINDOW)
     tiles_per_split = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target_splits), MIN_TILES)
     unit_end = tl.cumsum(tl.cdiv(tiles, tiles_per_split), 0)
@@ -208,8 +221,11 @@ def _merge_splits(
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeScratch:
-    """Where the splits of a launch meet. Launches on one stream share it, one after the other."""
+class SplitScratch:
+    """Where the splits of a launch meet. Launches on one stream share it, one after the other.
+
+    A prefill's outputs, larger, meet elsewhere.
+    """
 
     partial: torch.Tensor
     """float32 [n]: the splits' outputs."""
@@ -223,13 +239,16 @@ class DecodeScratch:
     @classmethod
     def allocate(
         cls, max_sequences: int, heads: int, kv_heads: int, head_dim: int, programs: int, device: torch.device
-    ) -> DecodeScratch:
+    ) -> SplitScratch:
         rows = (max_sequences + max_splits(programs, kv_heads)) * heads
         return cls(
             partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
-            # No fewer than are worth it for the few chunks of a prefill.
-            arrivals=torch.zeros(max(max_sequences * kv_heads, programs), dtype=torch.int32, device=device),
+            arrivals=torch.zeros(
+                max(max_sequences, max_splits(programs, kv_heads)) * kv_heads,
+                dtype=torch.int32,
+                device=device,
+            ),
             programs=programs,
         )
 
@@ -253,17 +272,23 @@ def decode(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    query_start: torch.Tensor,
+    query_len: torch.Tensor,
     context_len: torch.Tensor,
     block_tables: torch.Tensor,
-    scratch: DecodeScratch,
+    scratch: SplitScratch,
     *,
     num_decodes: int,
+    every: bool = True,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     config: TileConfig | None = None,
 ) -> None:
-    """Fill out[:num_decodes] (contiguous): token i attends over sequence i, up to context_len[i]."""
+    """Fill out[:num_decodes] (contiguous): token i attends over sequence i, up to context_len[i].
+
+    Unless `every` of them is a decode: of those which are, by `is_decode`.
+    """
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
@@ -284,6 +309,8 @@ def decode(
         query,
         key_cache,
         value_cache,
+        query_start,
+        query_len,
         context_len,
         block_tables,
         scratch.partial,
@@ -312,6 +339,7 @@ def decode(
         PADDED_GROUP=padded_group,
         PADDED_DIM=padded_dim,
         MERGE=max(1, min(16, 8192 // (padded_group * padded_dim))),
+        ALL=every,
         DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,7 +1,9 @@
 """Prefill: chunks of many query tokens against the paged cache, in which the chunk itself already is.
 
-A short chunk behind a long context makes few programs, each with a long way to go. Then the context is
-split over several of them, and the one that finishes last merges what they found.
+A program takes some tokens of one sequence. Where these are few, behind a long context, each would have
+a long way to go; then the context is split over several programs, and the one that finishes last
+merges what they found. Programs find their work on the device, from the lengths: a captured graph
+stays right, and balanced, whatever the step. The grid depends on shapes alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -13,14 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.attention.triton_decode import SplitScratch, is_decode, max_splits
 from engine.attention.triton_tiles import TileConfig, fold_tiles, score_factors
 
-MAX_SPLITS = 16
 MIN_SPLIT = 1024
 """Tokens of context below which a further split costs more (in merging) than it gains."""
 
 
-@triton.jit(do_not_specialize=["first_sequence", "table_row", "window", "splits"])
+@triton.jit(do_not_specialize=["num_decodes", "first_sequence", "num_prefills", "table_row", "window", "target_splits"])
 def _prefill_kernel(
     out,
     query,
@@ -33,8 +35,10 @@ def _prefill_kernel(
     partial,
     partial_sums,
     arrivals,
+    num_decodes,
     first_sequence,
-    splits,
+    num_prefills,
+    target_splits,
     window,
     inner,
     outer,
@@ -50,23 +54,44 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
     # A row is one (token, query head of the group): a group's heads share every tile that is read.
     TOKENS: tl.constexpr = ROWS // GROUP
-    head = tl.program_id(1)
-    sequence = first_sequence + tl.program_id(2) // splits
-    split = tl.program_id(2) % splits
-    # Last tokens first: they see most, and would else be the tail that everyone waits for.
-    first_token = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
-    new = tl.load(query_len + sequence)
-    if first_token >= new:
+    head = tl.program_id(0)
+    unit = tl.program_id(1)
+
+    # Units of work are numbered sequence by sequence, chunk by chunk, split by split; find ours.
+    index = tl.arange(0, PADDED_SEQUENCES)
+    sequences = first_sequence + index
+    lengths = tl.load(context_len + sequences, mask=index < num_prefills, other=0)
+    news = tl.load(query_len + sequences, mask=index < num_prefills, other=0)
+    starts = tl.load(query_start + sequences, mask=index < num_prefills, other=0)
+    news = tl.where(is_decode(sequences, starts, news, num_decodes), 0, news)
+    chunks = tl.cdiv(news, TOKENS)
+    tiles = tl.cdiv(lengths, TILE)
+    if WINDOW:  # as far back as the earliest of the last chunk's tokens sees
+        tiles -= tl.maximum(lengths - TOKENS - window + 1, 0) // TILE
+    tiles_per_split = tl.maximum(tl.cdiv(tl.sum(chunks * tiles, 0), target_splits), MIN_TILES)
+    splits = tl.cdiv(tiles, tiles_per_split)
+    unit_end = tl.cumsum(chunks * splits, 0)
+    place = tl.sum((unit_end <= unit).to(tl.int32), 0)
+    if place >= num_prefills:
         return
+    within = unit - tl.max(tl.where(unit_end <= unit, unit_end, 0), 0)
+    sequence = first_sequence + place
     length = tl.load(context_len + sequence)
+    new = tl.load(query_len + sequence)
     start = tl.load(query_start + sequence).to(tl.int64)
+    num_splits = tl.sum(tl.where(index == place, splits, 0), 0)
+    split = within % num_splits
+    # Last tokens first: they see most, and would else be the tail that everyone waits for.
+    first_token = (tl.cdiv(new, TOKENS) - 1 - within // num_splits) * TOKENS
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
@@ -87,9 +112,9 @@ def _prefill_kernel(
         low = tl.maximum(first_position - window + 1, 0)
         first = low // TILE
     last = tl.cdiv(high, TILE)
-    tiles = last - first
-    last = first + tiles * (split + 1) // splits
-    first += tiles * split // splits
+    num_tiles = last - first
+    last = first + num_tiles * (split + 1) // num_splits
+    first += num_tiles * split // num_splits
     diagonal = tl.minimum(tl.maximum(diagonal, first), last)
     total = tl.zeros((ROWS, PADDED_DIM), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
@@ -183,10 +208,14 @@ def _prefill_kernel(
         WINDOW,
         SOFTCAP,
     )
-    through = splits > 0
-    if splits > 1:
-        unit = (tl.program_id(2) // splits * KV_HEADS + head) * tl.num_programs(0) + tl.program_id(0)
-        mine = unit.to(tl.int64) * splits
+    through = num_splits > 0
+    if num_splits > 1:
+        # Numbered among what is split, which has a bound: these units, and the chunks that they make up.
+        before = (index < place) & (splits > 1)
+        chunk = tl.sum(tl.where(before, chunks, 0), 0) + within // num_splits
+        mine = tl.sum(tl.where(before, chunks * splits, 0), 0) + within - split
+        mine = (mine * KV_HEADS + head * num_splits).to(tl.int64)
+        arrival = arrivals + chunk * KV_HEADS + head
         stored = partial + row[:, None] * PADDED_DIM + dim[None, :]
         sums = partial_sums + row
         tl.store(stored + (mine + split) * (ROWS * PADDED_DIM), total)
@@ -194,11 +223,11 @@ def _prefill_kernel(
         tl.store(sums + (mine + split) * (2 * ROWS) + ROWS, row_sum)
         # The barrier puts every thread's stores before the one thread's release.
         tl.debug_barrier()
-        through = tl.atomic_add(arrivals + unit, 1, sem="acq_rel", scope="gpu") == splits - 1
+        through = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_splits - 1
         if through:
             tl.debug_barrier()
-            total, row_sum = _merge_splits(stored, sums, mine, splits, outer, ROWS, PADDED_DIM)
-            tl.store(arrivals + unit, 0)  # as the next launch expects it
+            total, row_sum = _merge_splits(stored, sums, mine, num_splits, outer, ROWS, PADDED_DIM)
+            tl.store(arrival, 0)  # as the next launch expects it
     if through:
         total = total / row_sum[:, None]
         place = (start + token)[:, None] * (KV_HEADS * GROUP) + row_head[:, None]
@@ -244,20 +273,18 @@ def prefill(
     query_len: torch.Tensor,
     context_len: torch.Tensor,
     block_tables: torch.Tensor,
+    scratch: SplitScratch,
     *,
     num_decodes: int,
-    max_query_len: int,
+    num_prefills: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    arrivals: torch.Tensor | None = None,
-    programs: int = 1,
     config: TileConfig | None = None,
 ) -> None:
-    """Fill out (contiguous) at the tokens of the sequences after the first `num_decodes`.
+    """Fill out (contiguous) at the tokens of the last `num_prefills` sequences, but those of decodes.
 
-    `arrivals`: int32, 0 between launches; as many programs as it has elements may be split, towards
-    `programs` in all.
+    Decodes are the sequences that `is_decode` finds among the first `num_decodes`.
     """
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
@@ -265,20 +292,19 @@ def prefill(
     config = config or prefill_config(head_dim, query.dtype)
     rows = max(config.rows, triton.next_power_of_2(group))
     inner, outer = score_factors(scale, softcap)
-    chunks = triton.cdiv(max_query_len, rows // group)
-    sequences = query_len.shape[0] - num_decodes
-    units = chunks * kv_heads * sequences
-    splits = 1
-    if arrivals is not None and units <= arrivals.numel():
-        context = block_tables.shape[1] * key_cache.shape[1]
-        splits = max(1, min(programs // units, context // MIN_SPLIT, MAX_SPLITS))
+    sequences = query_len.shape[0]
+    target_splits = max_splits(scratch.programs, kv_heads)
+    if scratch.arrivals.numel() < target_splits * kv_heads:
+        raise ValueError(f"prefill scratch is too small for {kv_heads} heads of keys and values")
     padded_dim = triton.next_power_of_2(head_dim)
-    partial, partial_sums = query, query  # not touched where nothing is split
-    if splits > 1:
-        size = units * splits * rows
+    partial, partial_sums = query, query  # not touched where nothing can be split
+    if block_tables.shape[1] * key_cache.shape[1] > MIN_SPLIT:
+        size = 2 * target_splits * kv_heads * rows
         partial = torch.empty(size * padded_dim, dtype=torch.float32, device=query.device)
         partial_sums = torch.empty(2 * size, dtype=torch.float32, device=query.device)
-    _prefill_kernel[(chunks, kv_heads, sequences * splits)](
+    # Every sequence may end with a chunk that is not full, and all splits add at most these.
+    units = query.shape[0] // (rows // group) + num_prefills + target_splits
+    _prefill_kernel[(kv_heads, units)](
         out,
         query,
         key_cache,
@@ -289,9 +315,11 @@ def prefill(
         block_tables,
         partial,
         partial_sums,
-        query if arrivals is None else arrivals,
+        scratch.arrivals,
         num_decodes,
-        splits,
+        sequences - num_prefills,
+        num_prefills,
+        target_splits,
         window or 0,
         inner,
         outer,
@@ -305,8 +333,11 @@ def prefill(
         BLOCK_SIZE=key_cache.shape[1],
         ALIGN=math.gcd(key_cache.stride(0), key_cache.stride(1), 16),
         TILE=config.tile,
+        MIN_TILES=triton.cdiv(MIN_SPLIT, config.tile),
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
+        # One kernel for every batch, where the scratch is for more.
+        PADDED_SEQUENCES=triton.next_power_of_2(max(num_prefills, scratch.arrivals.numel() // kv_heads)),
         ROWS=rows,
         PADDED_DIM=padded_dim,
         num_warps=config.num_warps,
