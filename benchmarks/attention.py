@@ -295,36 +295,16 @@ class Inputs:
         case, sequences = self.case, len(self.case.contexts)
         options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
         tensors = (self.out, self.query, self.key_cache, self.value_cache)
-        if case.kernel == "decode":
-            scratch = SplitScratch.allocate(
-                sequences, case.heads, case.kv_heads, case.head_dim, programs, torch.device(DEVICE)
-            )
-            return [
-                partial(
-                    decode,
-                    *tensors,
-                    self.context_len,
-                    table,
-                    scratch,
-                    num_decodes=sequences,
-                    config=config,
-                    **options,
-                )
-                for table in self.tables
-            ]
+        scratch = SplitScratch.allocate(
+            sequences, case.heads, case.kv_heads, case.head_dim, programs, torch.device(DEVICE)
+        )
+        lengths = (self.query_start, self.query_len, self.context_len)
+        kernel: Callable[..., None] = decode
+        kinds = {"num_decodes": sequences}
+        if case.kernel == "prefill":
+            kernel, kinds = prefill, {"num_decodes": 0, "num_prefills": sequences}
         return [
-            partial(
-                prefill,
-                *tensors,
-                self.query_start,
-                self.query_len,
-                self.context_len,
-                table,
-                num_decodes=0,
-                max_query_len=case.new,
-                config=config,
-                **options,
-            )
+            partial(kernel, *tensors, *lengths, table, scratch, config=config, **kinds, **options)
             for table in self.tables
         ]
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from engine.attention import LayerCache
 from engine.config import EngineConfig
+from engine.graphs import mixed_buckets
 from engine.lanes import make_lanes
 from engine.plan import StepPlan, scratch_plan
 from engine.runner import Model, Runner
@@ -70,7 +71,11 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
         largest = _peak_bytes(
             runner, scratch_plan(config.max_tokens_per_step, s, context, max_blocks, penalised=True)
         )
-        captured = _peak_bytes(runner, scratch_plan(s, s, context, max_blocks)) if config.cuda_graphs else 0
+        captured = 0
+        if config.cuda_graphs:
+            most = mixed_buckets(config.max_tokens_per_step, s)[0][-1]
+            sizes = {s, max(s, most)}  # in tokens, of s sequences
+            captured = max(_peak_bytes(runner, scratch_plan(t, s, context, max_blocks)) for t in sizes)
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

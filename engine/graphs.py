@@ -27,8 +27,11 @@ MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
 def mixed_buckets(max_tokens: int, max_sequences: int) -> tuple[list[int], list[int]]:
-    """Numbers of tokens, and of sequences, to capture steps of any mixture for: each with each."""
-    tokens = sorted({min(size, max_tokens) for size in MIXED_TOKENS})
+    """Numbers of tokens, and of sequences, to capture steps of any mixture for: each with each.
+
+    Like `buckets`, from 2 on.
+    """
+    tokens = sorted({max(2, min(size, max_tokens)) for size in MIXED_TOKENS})
     return tokens, sorted({min(64, max_sequences), max_sequences})
 
 

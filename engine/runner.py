@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -216,15 +216,19 @@ class Runner:
 
     # Captured steps
 
+    def _decodes(self, n: int) -> Shape:
+        return Shape(n, n, n, 0, self.max_blocks)
+
+    def _mixed(self, tokens: int, sequences: int) -> Shape:
+        return Shape(tokens, sequences, sequences, sequences, self.max_blocks)
+
     def _captured_shape(self, t: int, s: int, decodes: bool) -> Shape | None:
         """The least of those captured that holds t tokens of s sequences; None if there is none."""
         if decodes:
             bucket = bucket_for(s, self._decode_buckets)
-            return None if bucket is None else Shape(bucket, bucket, bucket, 0, self.max_blocks)
+            return None if bucket is None else self._decodes(bucket)
         tokens, sequences = map(bucket_for, (t, s), self._mixed_buckets)
-        if tokens is None or sequences is None:
-            return None
-        return Shape(tokens, sequences, sequences, sequences, self.max_blocks)
+        return None if tokens is None or sequences is None else self._mixed(tokens, sequences)
 
     def capture(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Capture steps on a GPU: forward and sampling apart, for every slot."""
@@ -237,13 +241,13 @@ class Runner:
         most = max(self.max_sequences, self.min_sequences)
         self._decode_buckets, self._mixed_buckets = buckets(most), mixed_buckets(self.max_tokens, most)
         # Largest first, so that smaller ones reuse its memory.
-        mixed = [self._captured_shape(t, s, False) for t, s in product(*map(reversed, self._mixed_buckets))]
-        decodes = [self._captured_shape(s, s, True) for s in reversed(self._decode_buckets)]
+        shapes = [self._mixed(t, n) for t, n in product(*map(reversed, self._mixed_buckets))]
+        shapes += [self._decodes(n) for n in reversed(self._decode_buckets)]
         with torch.inference_mode():
             self.slots[0].make_scratch(most, 1)
             # Logits cross from one graph to the next, outside their memory pool.
-            self._logits = torch.zeros_like(self._forward(self.slots[0], decodes[0]))
-            for shape in filter(None, (*mixed, *decodes)):
+            self._logits = torch.zeros_like(self._forward(self.slots[0], self._decodes(most)))
+            for shape in shapes:
                 progress(f"capturing steps of {shape.num_tokens} tokens of {shape.num_sequences} requests")
                 for i, slot in enumerate(self.slots):
                     slot.make_scratch(shape.num_sequences, 0 if shape.num_prefills else 1)

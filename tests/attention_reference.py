@@ -204,3 +204,27 @@ def split_step(step: Step, at: int) -> Step:
     )
     tensors = {name: getattr(step, name)[order] for name in ("query", "key", "value", "expected")}
     return replace(step, batch=batch, **tensors)
+
+
+def captured_step(step: Step, tokens: int, sequences: int) -> Step:
+    """`step` as a captured one has it, of so many tokens and sequences, whatever it is that they are.
+
+    What is added belongs to nobody; `expected` stays that of the tokens of `step`.
+    """
+    batch = step.batch
+    more = sequences - len(batch.query_len)
+
+    def grown(tensor: torch.Tensor, rows: int, value: float = 0) -> torch.Tensor:
+        return torch.cat((tensor, tensor.new_full((rows, *tensor.shape[1:]), value)))
+
+    batch = PagedBatch(
+        cache_slots=grown(batch.cache_slots, tokens - len(step.query)),
+        query_start=grown(batch.query_start, more, 1),
+        query_len=grown(batch.query_len, more),
+        context_len=grown(batch.context_len, more),
+        block_tables=grown(batch.block_tables, more),
+        num_decodes=sequences,
+        num_prefills=sequences,
+    )
+    query, key, value = (grown(each, tokens - len(each)) for each in (step.query, step.key, step.value))
+    return replace(step, batch=batch, query=query, key=key, value=value)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.attention import LayerCache
-from tests.attention_reference import Step, random_step, split_step
+from tests.attention_reference import Step, captured_step, random_step, split_step
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, which conftest sets where there is no GPU
@@ -125,20 +125,21 @@ def test_prefill_alone_and_decode_alone() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize(("programs", "splits"), [(40, 4), (1000, 16)])
+@pytest.mark.parametrize(("programs", "splits"), [(40, 7), (1000, 19)])
 def test_a_chunk_behind_a_context_that_is_split(
     monkeypatch: pytest.MonkeyPatch, window: int | None, programs: int, splits: int
 ) -> None:
     """Also into more splits than some have tiles, and with rows that see nothing of the last of them."""
-    seen: set[int] = set()
     run_kernel, argument = triton_prefill._prefill_kernel, triton_prefill._prefill_kernel.arg_names.index
-    split_argument = argument("splits")
+    sums_argument = argument("partial_sums")
+    written: list[int] = []
 
     class Noting:
         def __getitem__(self, grid: Any) -> Any:
-            def launch(*args: Any, **kwargs: Any) -> Any:
-                seen.add(args[split_argument])
-                return run_kernel[grid](*args, **kwargs)
+            def launch(*args: Any, **kwargs: Any) -> None:
+                args[sums_argument].fill_(torch.nan)
+                run_kernel[grid](*args, **kwargs)
+                written.append(int(args[sums_argument].isfinite().sum()) // (2 * kwargs["ROWS"]))
 
             return launch
 
@@ -149,7 +150,32 @@ def test_a_chunk_behind_a_context_that_is_split(
     for _ in range(2):
         step.check(run(attention, step), atol=TOLERANCE[torch.float32])
         assert not attention.scratch.arrivals.any()
-    assert seen == {splits}
+    chunks = 5  # of 8 tokens with two heads each
+    assert written == [chunks * (splits if window is None else 2)] * 2
+
+
+DIVISIONS = {
+    "mixed": (MIXED, 4),
+    "decodes": ([(33, 1), (1, 1), (70, 1)], 3),
+    "prompts": ([(33, 33), (70, 6)], 0),
+    "a prompt's last token": ([(40, 1), (5, 5), (70, 1)], 1),
+    "prompts of one token": ([(1, 1), (30, 1), (9, 4)], 0),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 2.0}], ids=["plain", "window and softcap"])
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_a_captured_step_is_for_any_division_into_decodes_and_prompts(
+    division: str, options: dict[str, Any]
+) -> None:
+    sequences, num_decodes = DIVISIONS[division]
+    step = small_step(sequences, num_decodes=num_decodes, device=DEVICE, **options)
+    tokens = len(step.query)
+    captured = captured_step(step, tokens + 9, len(sequences) + 3)
+    attention = backend(captured)
+    out = run(attention, captured)
+    step.check(out[:tokens], atol=TOLERANCE[torch.float32])
+    assert not attention.scratch.arrivals.any()
 
 
 def test_a_decode_gives_the_same_as_a_prefill_of_one_token() -> None:
@@ -188,6 +214,8 @@ def test_only_named_tokens_are_written() -> None:
         step.query,
         cache.key,
         cache.value,
+        batch.query_start,
+        batch.query_len,
         batch.context_len,
         batch.block_tables,
         attention.scratch,
@@ -206,8 +234,9 @@ def test_only_named_tokens_are_written() -> None:
         batch.query_len,
         batch.context_len,
         batch.block_tables,
+        attention.scratch,
         num_decodes=batch.num_decodes,
-        max_query_len=batch.max_query_len,
+        num_prefills=batch.num_prefills,
         scale=step.scale,
     )
     assert out[:4].isnan().all()
@@ -391,3 +420,61 @@ def test_configurations_fit_the_device(dtype: torch.dtype) -> None:
             device="cuda",
         )
         check(step)
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 600])
+def test_a_captured_graph_stays_right_whatever_its_sequences_do(window: int | None) -> None:
+    """Captured on nothing at all, replayed on decodes and chunks in any division, short and long."""
+    tolerance = TOLERANCE[torch.bfloat16]
+    divisions: list[tuple[list[tuple[int, int]], int]] = [
+        ([(6000, 60), (9, 9)], 0),
+        ([(300, 1), (1, 1), (8000, 1), (41, 1)], 4),
+        ([(8000, 1), (41, 1), (7000, 64), (80, 80), (20, 1)], 2),
+        ([(200, 200)], 0),
+    ]
+
+    def make(index: int) -> Step:
+        sequences, num_decodes = divisions[index]
+        step = random_step(
+            sequences,
+            num_decodes=num_decodes,
+            table_width=512,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            window=window,
+            dtype=torch.bfloat16,
+            device="cuda",
+            seed=index,
+        )
+        return captured_step(step, 256, 16)
+
+    static = make(2)  # whose cache is the largest: the others' pages are copied into it
+    attention = backend(static, programs=132)
+    tables = ("cache_slots", "context_len", "block_tables", "query_start", "query_len")
+
+    def load(step: Step) -> None:
+        for name in ("query", "key", "value"):
+            getattr(static, name).copy_(getattr(step, name))
+        for name in tables:
+            getattr(static.batch, name).copy_(getattr(step.batch, name))
+        for mine, other in ((static.cache.key, step.cache.key), (static.cache.value, step.cache.value)):
+            mine.fill_(torch.nan)
+            mine[: len(other)] = other
+
+    for name in tables:
+        getattr(static.batch, name).zero_()
+    run(attention, static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(attention, static)
+    for index in (0, 1, 2, 3, 1, 0):
+        step = make(index)
+        load(step)
+        out.fill_(torch.nan)
+        graph.replay()
+        got = out[: len(step.expected)].double()
+        torch.testing.assert_close(got, step.expected, atol=tolerance, rtol=tolerance)
+        assert not attention.scratch.arrivals.any()

@@ -6,17 +6,18 @@ CUDA graph would, so a wrong slot, bucket or padding gives wrong tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from engine.attention import LayerCache
-from engine.graphs import bucket_for, buckets
+from engine.graphs import bucket_for, buckets, mixed_buckets
 from engine.lanes import Lanes, make_lanes
 from engine.request import Request, SamplingParams
-from engine.runner import Runner
+from engine.runner import Runner, Shape
 from engine.scheduler import Scheduler
 from tests.fake_device import reference
 from tests.toy_pipeline import BLOCK_SIZE, DEVICE, ToyModel
@@ -28,14 +29,14 @@ class RunAgain:
     """In place of `engine.graphs.Graphs`."""
 
     def __init__(self) -> None:
-        self.work: dict[Hashable, Callable[[], None]] = {}
-        self.replayed: list[Hashable] = []
+        self.work: dict[Any, Callable[[], None]] = {}
+        self.replayed: list[Any] = []
 
-    def capture(self, name: Hashable, work: Callable[[], None]) -> None:
+    def capture(self, name: Any, work: Callable[[], None]) -> None:
         work()
         self.work[name] = work
 
-    def replay(self, name: Hashable) -> None:
+    def replay(self, name: Any) -> None:
         self.replayed.append(name)
         with torch.inference_mode():  # in which it was captured; a graph knows nothing of it
             self.work[name]()
@@ -54,7 +55,7 @@ def captured_runner(lanes: Lanes, graphs: RunAgain, depth: int) -> Runner:
         depth=depth,
         min_sequences=2,
     )
-    runner._capture_all(graphs, buckets(ROWS))  # type: ignore[arg-type]
+    runner._capture_all(graphs)  # type: ignore[arg-type]
     return runner
 
 
@@ -94,10 +95,13 @@ def test_replayed_steps_give_the_tokens_of_each_request_alone(depth: int) -> Non
     runner.close()
     for request in requests:
         assert outputs[request.id] == reference(request.prompt, request.sampling.max_tokens or 0, (), 0)
-    names = [name for name in graphs.replayed if isinstance(name, tuple)]
-    assert {slot for slot, _, _ in names} == set(range(depth))
-    assert {size for _, size, _ in names} == set(buckets(ROWS))
-    assert {what for _, _, what in names} == {"forward", "greedy"}
+    forwards = [(i, shape) for i, shape, *_ in graphs.replayed if isinstance(shape, Shape)]
+    assert {i for i, _ in forwards} == set(range(depth))
+    assert {shape.num_sequences for _, shape in forwards if not shape.num_prefills} == set(buckets(ROWS))
+    mixed = {(shape.num_tokens, shape.num_sequences) for _, shape in forwards if shape.num_prefills}
+    assert mixed == {(MAX_TOKENS, ROWS)}
+    assert {kind for _, _, *kinds in graphs.replayed for kind in kinds} == {"greedy"}
+    assert len(graphs.replayed) == 2 * len(forwards)  # nothing but its sampling beside each
 
 
 def test_sampling_is_replayed_as_the_step_needs_it() -> None:
@@ -115,7 +119,9 @@ def test_sampling_is_replayed_as_the_step_needs_it() -> None:
         while (plan := scheduler.schedule()) is not None:
             runner.launch(plan)
             scheduler.commit(runner.collect())
-        assert graphs.replayed == [(0, 2, "forward"), (0, 2, kind)] * 2
+        prompt, *rest = zip(graphs.replayed[::2], graphs.replayed[1::2], strict=True)
+        assert prompt == ((0, Shape(MAX_TOKENS, ROWS, ROWS, ROWS, 16)), (0, ROWS, kind))
+        assert rest == [((0, Shape(2, 2, 2, 0, 16)), (0, 2, kind))] * 2
     runner.close()
 
 
@@ -143,7 +149,7 @@ def test_penalties_are_taken_after_a_captured_forward(depth: int) -> None:
     runner.close()
     for tokens in outputs.values():
         assert len(set(tokens)) == len(tokens) == 12
-    assert {what for name in graphs.replayed if isinstance(name, tuple) for what in name[2:]} == {"forward"}
+    assert all(isinstance(shape, Shape) for _, shape, *_ in graphs.replayed)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 5, 32, 33, 100, 256])
@@ -159,3 +165,12 @@ def test_buckets_hold_every_size_and_begin_at_two(largest: int) -> None:
         assert size >= n
         assert not any(n <= smaller < size for smaller in sizes)
     assert fit(sizes[-1] + 1) is None
+
+
+@pytest.mark.parametrize("most", [(24, 11), (64, 64), (100, 65), (8192, 256), (1500, 1024), (2, 2)])
+def test_mixed_steps_are_captured_up_to_what_keeps_a_gpu_busy(most: tuple[int, int]) -> None:
+    for sizes, largest in zip(mixed_buckets(*most), (min(most[0], 2048), most[1]), strict=True):
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == largest
+        assert sizes[0] > 1
+        assert set(mixed_buckets(*most)[1]) <= set(buckets(most[1]))  # so that their sampling is captured

@@ -40,6 +40,8 @@ class ToyModel:
         cells[batch.cache_slots.long()] = input_ids.to(cells.dtype)
         logits = torch.zeros(len(batch.context_len), VOCAB)
         for i, length in enumerate(batch.context_len.tolist()):
+            if not length:
+                continue  # padded
             assert positions[logits_indices[i]] == length - 1
             at = torch.arange(length)
             slots = batch.block_tables[i, at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE

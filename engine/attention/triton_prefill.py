@@ -22,7 +22,16 @@ MIN_SPLIT = 1024
 """Tokens of context below which a further split costs more (in merging) than it gains."""
 
 
-@triton.jit(do_not_specialize=["num_decodes", "first_sequence", "num_prefills", "table_row", "window", "target_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "num_decodes",
+        "first_sequence",
+        "num_prefills",
+        "table_row",
+        "window",
+        "target_splits",
+    ]
+)
 def _prefill_kernel(
     out,
     query,
@@ -80,15 +89,15 @@ def _prefill_kernel(
     tiles_per_split = tl.maximum(tl.cdiv(tl.sum(chunks * tiles, 0), target_splits), MIN_TILES)
     splits = tl.cdiv(tiles, tiles_per_split)
     unit_end = tl.cumsum(chunks * splits, 0)
-    place = tl.sum((unit_end <= unit).to(tl.int32), 0)
-    if place >= num_prefills:
+    at = tl.sum((unit_end <= unit).to(tl.int32), 0)
+    if at >= num_prefills:
         return
     within = unit - tl.max(tl.where(unit_end <= unit, unit_end, 0), 0)
-    sequence = first_sequence + place
+    sequence = first_sequence + at
     length = tl.load(context_len + sequence)
     new = tl.load(query_len + sequence)
     start = tl.load(query_start + sequence).to(tl.int64)
-    num_splits = tl.sum(tl.where(index == place, splits, 0), 0)
+    num_splits = tl.sum(tl.where(index == at, splits, 0), 0)
     split = within % num_splits
     # Last tokens first: they see most, and would else be the tail that everyone waits for.
     first_token = (tl.cdiv(new, TOKENS) - 1 - within // num_splits) * TOKENS
@@ -211,7 +220,7 @@ def _prefill_kernel(
     through = num_splits > 0
     if num_splits > 1:
         # Numbered among what is split, which has a bound: these units, and the chunks that they make up.
-        before = (index < place) & (splits > 1)
+        before = (index < at) & (splits > 1)
         chunk = tl.sum(tl.where(before, chunks, 0), 0) + within // num_splits
         mine = tl.sum(tl.where(before, chunks * splits, 0), 0) + within - split
         mine = (mine * KV_HEADS + head * num_splits).to(tl.int64)
