@@ -166,6 +166,8 @@ class Phases:
             scaling=rate / one if one else None,
             http_cost=1 - rate / bare if bare else None,
             streams=chats.streams,
+            # Sent before the window, and without a token when it ended: then not all engines were full.
+            stuck=sum(one.due < first and not one.times for one in task.result()),
             cpu=cores,
             cpu_us_per_token={
                 kind: round(each["all"] / rate * 1e6, 2) for kind, each in cores.items() if rate

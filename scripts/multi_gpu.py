@@ -37,6 +37,10 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",  # virtual machines that grow as they are used look full
     "RAY_metrics_report_interval_ms": "2000",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # Routers end when all has been measured
+    # A replica that does not say in time how many requests it has is passed over, and one of several is
+    # not what is measured; Ray Serve gives it 0.1 s, which busy cores exceed.
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
+    "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",
     "HF_HUB_OFFLINE": "1",
 }
 INGRESS = {

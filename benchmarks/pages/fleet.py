@@ -19,6 +19,7 @@ FLEET: list[tuple[str, str, str]] = [
     ("switch ms", "switch_ms", "g"),
     ("GPU idle before a step p99 µs", "step_gap_us_p99", ",.0f"),
     ("failed", "failed", "d"),
+    ("stuck", "stuck", "d"),
     ("cache hits", "cache_hit_rate", ".1%"),
 ]
 
@@ -58,7 +59,8 @@ def fleet_page(lines: list[Line]) -> str:
         "Bare: engines asked in their own processes, without tape, Router and HTTP. HTTP costs: tokens/s "
         "below those of as many bare engines. Step, and the time in which the GPU had work and waited "
         "for it: of the slowest replica, by its engine's own clock. Switch: how long a thread may keep the "
-        "GIL from the engine's, Python's own 5 ms if nothing is said. Cores: those that each kind of process "
+        "GIL from the engine's, Python's own 5 ms if nothing is said. Stuck: sent before the window, and "
+        "without a token when it ended. Cores: those that each kind of process "
         "used.",
         "",
         *(started(x) for x in lines if x["phase"] == "about" and "each" in x),
