@@ -26,6 +26,7 @@ from benchmarks.fleet import CpuClock, Fleet, processes
 from benchmarks.latency import quantiles, summary, window
 from benchmarks.steering import Steering
 from benchmarks.targets import Chats, Clients, Seen, now
+from deployments.balancer import STALE
 from engine.engine import EngineStats
 
 RATES = {"8b": 20.0, "0.6b": 60.0, "demo": 60.0}
@@ -82,17 +83,20 @@ class Phases:
         except Exception as error:
             write(self.args, name, self.shape, error=repr(error)[:2000])
         try:
-            await asyncio.wait_for(self.idle(), 15)
+            await asyncio.wait_for(self.idle(), 15 + STALE)
         except Exception as error:
             print(f"{self.shape} {name}: not idle after it: {error!r}", file=sys.stderr, flush=True)
         print(f"{self.shape} {name}: {now() - begin:.1f} s", file=sys.stderr, flush=True)
 
     async def idle(self) -> None:
-        """Return when no replica that lives computes anything."""
+        """Return when no replica that lives computes anything, and Routers know it.
+
+        Of one that is silent they think that it works on as fast as before: a paced one for long.
+        """
         while True:
             stats: list[EngineStats] = await self.fleet.ask("stats")
             if not any(each.running or each.waiting for each in stats):
-                return
+                return await asyncio.sleep(1 if self.args.paced is None else STALE)
             await asyncio.sleep(0.1)
 
     # Phases

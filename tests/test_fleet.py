@@ -144,8 +144,9 @@ async def test_phases_that_fail_or_hang_are_told_and_end_no_other(model: str, tm
     async def runs() -> None:
         ran.append(1)
 
-    phases = Phases(args, "8b", fleet, clients, now() + 0.5)
+    phases = Phases(args, "8b", fleet, clients, now() + 60)
     await phases.phase("fails", 0.1, fails)
+    phases.ends = now() + 0.5
     await phases.phase("hangs", 0.1, hangs)  # until the end of all
     await phases.phase("too late", 0.1, runs)
     phases.ends = now() + 60
