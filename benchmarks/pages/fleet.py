@@ -103,31 +103,27 @@ def started(x: Line) -> str:
 
 def needed(lines: list[Line]) -> list[str]:
     """How many Routers engines at full speed need, by the CPU that a token took in them."""
+    names = ["date", "shape", "replicas", "Routers", "ingress", "bare tokens/s of one at an H200's pace"]
+    names += ["µs of a Router per token", "Routers kept fully busy by so many replicas"]
     text = [
         "",
-        "Routers needed",
+        "Routers needed, if a token takes as much of one as it did here, requests included. Of a paced engine "
+        "it takes more than of a GPU: the fewer tokens come at once, the more each costs.",
         "",
-        "| date | shape | replicas | ingress | bare tokens/s of one at an H200's pace ",
+        "| " + " | ".join(names) + " |",
+        "|" + "---|" * len(names),
     ]
-    text[-1] += "| µs of a Router per token | Routers kept fully busy by so many replicas |"
-    text += ["|" + "---|" * 7]
-    bare: dict[tuple[str, str, Any], float] = {}
+    rows, bare = [], dict[tuple[str, str, Any], float]()
     for x in lines:
         key = x["date"], x["shape"], x.get("pace")
         if x["phase"] == "bare" and x["replicas"] == 1 and "output_tokens_per_s" in x:
             bare[key] = x["output_tokens_per_s"] * (x.get("pace") or 1)
         elif x["phase"] == "http" and "cpu_us_per_token" in x and key in bare:
             each = x["cpu_us_per_token"]["router"]
-            row = [
-                x["date"],
-                x["shape"],
-                str(x["replicas"]),
-                x["ingress"],
-                f"{bare[key]:,.0f}",
-                f"{each:.0f}",
-            ]
-            text.append("| " + " | ".join([*row, f"{bare[key] * x['replicas'] * each / 1e6:.1f}"]) + " |")
-    return text if len(text) > 5 else []
+            row = [x["date"], x["shape"], str(x["replicas"]), str(x["router_replicas"]), x["ingress"]]
+            row += [f"{bare[key]:,.0f}", f"{each:.0f}", f"{bare[key] * x['replicas'] * each / 1e6:.1f}"]
+            rows.append("| " + " | ".join(row) + " |")
+    return [*text, *rows] if rows else []
 
 
 def _death(x: dict[str, Any]) -> str:
