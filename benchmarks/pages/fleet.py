@@ -107,8 +107,8 @@ def needed(lines: list[Line]) -> list[str]:
     names += ["µs of a Router per token", "Routers kept fully busy by so many replicas"]
     text = [
         "",
-        "Routers needed, if a token takes as much of one as it did here, requests included. Of a paced engine "
-        "it takes more than of a GPU: the fewer tokens come at once, the more each costs.",
+        "Routers needed, if a token takes as much of one as it did here, requests included. Of a paced "
+        "engine it takes more than of a GPU: the fewer tokens come at once, the more each costs.",
         "",
         "| " + " | ".join(names) + " |",
         "|" + "---|" * len(names),
