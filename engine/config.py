@@ -59,7 +59,7 @@ class EngineConfig(BaseModel):
     """Backend of the paged attention. `auto`: triton on a GPU, torch on a CPU. `flashinfer`: triton, but its
     XQA kernel decodes (Hopper or Blackwell, 16 bits, blocks of 16 to 128; no windows, no soft cap)."""
     cuda_graphs: bool = True
-    """Capture decode steps as CUDA graphs (no effect on a CPU)."""
+    """Capture steps of up to 2,048 tokens as CUDA graphs (no effect on a CPU)."""
     compile: bool = True
     """Compile the model with fused kernels (no effect on a CPU). False starts sooner and runs slower."""
     nvtx: bool = False

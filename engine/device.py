@@ -73,9 +73,11 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
         )
         captured = 0
         if config.cuda_graphs:
-            most = mixed_buckets(config.max_tokens_per_step, s)[0][-1]
+            most, _ = mixed_buckets(config.max_tokens_per_step, s)[-1]
             sizes = {s, max(s, most)}  # in tokens, of s sequences
             captured = max(_peak_bytes(runner, scratch_plan(t, s, context, max_blocks)) for t in sizes)
+            # Logits lie outside the memory that graphs reuse for one another.
+            captured += s * model.vocab_size * runner.caches[0].key.dtype.itemsize
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

@@ -26,13 +26,14 @@ MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Sizes to capture of steps that prefill, too: larger ones keep a GPU busy for longer than a launch takes."""
 
 
-def mixed_buckets(max_tokens: int, max_sequences: int) -> tuple[list[int], list[int]]:
-    """Numbers of tokens, and of sequences, to capture steps of any mixture for: each with each.
+def mixed_buckets(max_tokens: int, max_sequences: int) -> list[tuple[int, int]]:
+    """(tokens, sequences) to capture steps of any mixture for, in order; like `buckets`, from 2 on.
 
-    Like `buckets`, from 2 on.
+    Few sequences or as many as there may be: logits of sequences that no step of so few tokens has would be
+    computed for nothing. Their numbers are among `buckets(max_sequences)`, whose sampling serves here, too.
     """
-    tokens = sorted({max(2, min(size, max_tokens)) for size in MIXED_TOKENS})
-    return tokens, sorted({min(64, max_sequences), max_sequences})
+    tokens = {max(2, min(size, max_tokens)) for size in MIXED_TOKENS}
+    return sorted({(t, min(t, s, max_sequences)) for t in tokens for s in (64, max_sequences)})
 
 
 def bucket_for(n: int, sizes: Sequence[int]) -> int | None:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Protocol
 
 import torch
@@ -100,7 +99,7 @@ class Runner:
         self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
         self._graphs: Graphs | None = None
         self._decode_buckets: list[int] = []
-        self._mixed_buckets: tuple[list[int], list[int]] = [], []
+        self._mixed_buckets: list[tuple[int, int]] = []
         self._logits = torch.empty(0)  # of captured steps
 
     # The two calls of the loop
@@ -227,8 +226,8 @@ class Runner:
         if decodes:
             bucket = bucket_for(s, self._decode_buckets)
             return None if bucket is None else self._decodes(bucket)
-        tokens, sequences = map(bucket_for, (t, s), self._mixed_buckets)
-        return None if tokens is None or sequences is None else self._mixed(tokens, sequences)
+        fit = (self._mixed(*each) for each in self._mixed_buckets if t <= each[0] and s <= each[1])
+        return next(fit, None)
 
     def capture(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Capture steps on a GPU: forward and sampling apart, for every slot."""
@@ -236,12 +235,13 @@ class Runner:
         assert isinstance(lane, CudaLane), "graphs need CUDA streams"
         self._capture_all(Graphs(lane), progress)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of what ran before, on this stream, and would be kept for it
 
     def _capture_all(self, graphs: Graphs, progress: Callable[[str], None] = lambda _: None) -> None:
         most = max(self.max_sequences, self.min_sequences)
         self._decode_buckets, self._mixed_buckets = buckets(most), mixed_buckets(self.max_tokens, most)
         # Largest first, so that smaller ones reuse its memory.
-        shapes = [self._mixed(t, n) for t, n in product(*map(reversed, self._mixed_buckets))]
+        shapes = [self._mixed(t, n) for t, n in reversed(self._mixed_buckets)]
         shapes += [self._decodes(n) for n in reversed(self._decode_buckets)]
         with torch.inference_mode():
             self.slots[0].make_scratch(most, 1)

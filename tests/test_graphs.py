@@ -6,7 +6,7 @@ CUDA graph would, so a wrong slot, bucket or padding gives wrong tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from engine.attention import LayerCache
+from engine.config import EngineConfig
 from engine.graphs import bucket_for, buckets, mixed_buckets
 from engine.lanes import Lanes, make_lanes
+from engine.model import PagedModel
 from engine.request import Request, SamplingParams
 from engine.runner import Runner, Shape
 from engine.scheduler import Scheduler
 from tests.fake_device import reference
+from tests.tiny_models import reference_texts, tiny_model
 from tests.toy_pipeline import BLOCK_SIZE, DEVICE, ToyModel
 
 ROWS, NUM_BLOCKS, MAX_TOKENS = 11, 90, 24
@@ -152,6 +155,60 @@ def test_penalties_are_taken_after_a_captured_forward(depth: int) -> None:
     assert all(isinstance(shape, Shape) for _, shape, *_ in graphs.replayed)
 
 
+@pytest.fixture
+def uninitialized_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("uninitialized_is_nan")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_kernels_take_steps_as_they_are_padded(rows: int) -> None:
+    """A model on captured steps says what `transformers.generate` does, though padded tokens are NaN."""
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("runs on a CPU")
+    prompts, wanted = zip(*reference_texts("llama", (2, 9), 3), strict=True)
+    config = EngineConfig(
+        model=str(tiny_model("llama")[1]), attention="triton", device="cpu", max_running_requests=rows
+    )
+    model = PagedModel.load(config, DEVICE, torch.float32)
+    scheduler = Scheduler(
+        num_blocks=9, block_size=8, context_length=16, max_running_requests=rows, max_tokens_per_step=7
+    )
+    caches, graphs = model.allocate_cache(9, 8), RunAgain()
+    runner = Runner(
+        model,
+        caches,
+        make_lanes(DEVICE),
+        DEVICE,
+        max_tokens=7,
+        max_sequences=rows,
+        max_blocks=2,
+        depth=1,
+        min_sequences=2,
+    )
+    runner._capture_all(graphs)  # type: ignore[arg-type]
+    for cache in caches:
+        cache.key.fill_(torch.nan)
+        cache.value.fill_(torch.nan)
+    for i, prompt in enumerate(prompts):
+        scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=3, temperature=0)))
+    outputs: dict[str, list[int]] = {str(i): [] for i in range(2)}
+    while (plan := scheduler.schedule()) is not None:
+        runner.launch(plan)
+        result = runner.collect()
+        runner.slots[0].poison()
+        for output in scheduler.commit(result):
+            outputs[output.request.id].extend(output.tokens)
+    runner.close()
+    assert list(outputs.values()) == list(wanted)
+    shapes = [shape for _, shape, *_ in graphs.replayed if isinstance(shape, Shape)]
+    assert {(shape.num_tokens, shape.num_sequences) for shape in shapes} == {(7, 2), (2, 2)}
+
+
 @pytest.mark.parametrize("largest", [1, 2, 3, 5, 32, 33, 100, 256])
 def test_buckets_hold_every_size_and_begin_at_two(largest: int) -> None:
     sizes = buckets(largest)
@@ -167,10 +224,28 @@ def test_buckets_hold_every_size_and_begin_at_two(largest: int) -> None:
     assert fit(sizes[-1] + 1) is None
 
 
-@pytest.mark.parametrize("most", [(24, 11), (64, 64), (100, 65), (8192, 256), (1500, 1024), (2, 2)])
+@pytest.mark.parametrize(
+    "most", [(1, 2), (2, 2), (24, 11), (64, 64), (65, 65), (100, 65), (300, 300), (8192, 256), (2500, 2500)]
+)
 def test_mixed_steps_are_captured_up_to_what_keeps_a_gpu_busy(most: tuple[int, int]) -> None:
-    for sizes, largest in zip(mixed_buckets(*most), (min(most[0], 2048), most[1]), strict=True):
-        assert sizes == sorted(set(sizes))
-        assert sizes[-1] == largest
-        assert sizes[0] > 1
-        assert set(mixed_buckets(*most)[1]) <= set(buckets(most[1]))  # so that their sampling is captured
+    """In shapes that some step needs, each no smaller than the step."""
+    max_tokens, max_sequences = most
+    shapes = mixed_buckets(max_tokens, max_sequences)
+    assert shapes == sorted(set(shapes))
+    assert shapes[-1][0] == max(2, min(max_tokens, 2048))
+    assert all(2 <= sequences <= tokens for tokens, sequences in shapes)
+    assert {sequences for _, sequences in shapes} <= set(buckets(max_sequences))  # whose sampling is captured
+    runner = captured_runner(make_lanes(DEVICE), RunAgain(), 1)
+    runner._mixed_buckets = shapes
+    needed = set()
+    for t in range(1, shapes[-1][0] + 1):
+        for s in {1, 2, 64, 65, min(t, max_sequences)}:
+            if s <= min(t, max_sequences):
+                shape = runner._captured_shape(t, s, decodes=False)
+                assert shape is not None
+                assert shape.num_tokens >= t
+                assert shape.num_sequences >= s
+                needed.add((shape.num_tokens, shape.num_sequences))
+    assert needed == set(shapes)
+    assert runner._captured_shape(shapes[-1][0] + 1, 1, decodes=False) is None
+    runner.close()

@@ -135,6 +135,8 @@ class TritonAttention:
     ) -> None:
         """Room for `max_sequences` decoding at once; head counts and dimension are the largest of any layer.
 
+        One alone is padded to two where steps are captured, so there is room for two.
+
         `programs` is what decode aims for in one launch: by default a few per multiprocessor. `flashinfer`:
         its kernel decodes in the layers that it takes (see `check_flashinfer`).
         """
@@ -142,7 +144,8 @@ class TritonAttention:
         if programs is None:
             programs = PROGRAMS_PER_SM * multiprocessors(device)
         self.flashinfer = flashinfer
-        self.scratch = SplitScratch.allocate(max_sequences, heads, kv_heads, head_dim, programs, device)
+        sequences = max(max_sequences, 2)
+        self.scratch = SplitScratch.allocate(sequences, heads, kv_heads, head_dim, programs, device)
 
     def __call__(
         self,
