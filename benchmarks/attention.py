@@ -23,9 +23,10 @@ import triton
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
 from engine.attention.triton_backend import PROGRAMS_PER_SM
-from engine.attention.triton_decode import SplitScratch, decode
+from engine.attention.triton_decode import decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_rotary import rotate_and_write
+from engine.attention.triton_splits import SplitScratch
 from engine.attention.triton_tiles import TileConfig
 from engine.attention.triton_write import write_cache
 

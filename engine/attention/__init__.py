@@ -1,8 +1,9 @@
 """Paged attention: the interface that every backend fulfils.
 
 A backend writes this step's keys and values into the cache, those of all its sequences, and then attends
-over it: a sequence may share blocks that another one computes in the same step. Every path is
-causal: token at position p sees positions 0..p of its own sequence, or the last `window` of them.
+over it: a sequence may share blocks that another one computes in the same step, but where all are
+decodes each sees but one token of the step, its own. Every path is causal: token at position p sees
+positions 0..p of its own sequence, or the last `window` of them.
 """
 
 from __future__ import annotations

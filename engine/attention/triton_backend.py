@@ -7,9 +7,10 @@ import torch
 from engine.attention import LayerCache, PagedBatch
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
-from engine.attention.triton_decode import SplitScratch, decode
+from engine.attention.triton_decode import Fresh, decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_rotary import rotate_and_write
+from engine.attention.triton_splits import SplitScratch
 from engine.attention.triton_write import write_cache
 from engine.triton_launch import multiprocessors
 
@@ -54,14 +55,19 @@ def paged_attention(
     `flashinfer`: decode by its kernel, which knows neither window nor soft cap.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    scratch = SplitScratch(partial, partial_lse, arrivals, programs)
+    all_decodes = num_decodes + num_prefills == query_len.shape[0]
+    flashinfer &= all_decodes
+    fresh = None
     if cos is None or sin is None:
         write_cache(key, value, key_cache, value_cache, cache_slots)
     else:
         rotary = Rotary(cos, sin, query_norm, key_norm, eps)
-        query = rotate_and_write(query, key, value, rotary, key_cache, value_cache, cache_slots)
-    scratch = SplitScratch(partial, partial_lse, arrivals, programs)
-    all_decodes = num_decodes + num_prefills == query_len.shape[0]
-    if num_decodes and all_decodes and flashinfer:
+        if num_prefills or flashinfer:
+            query = rotate_and_write(query, key, value, rotary, key_cache, value_cache, cache_slots)
+        else:
+            fresh = Fresh(key, value, cache_slots, rotary)
+    if num_decodes and flashinfer:
         flashinfer_decode(
             out,
             query,
@@ -86,6 +92,7 @@ def paged_attention(
             scratch,
             num_decodes=num_decodes,
             every=all_decodes,
+            fresh=fresh,
             scale=scale,
             window=window,
             softcap=softcap,

@@ -8,13 +8,16 @@ as they grow. The grid depends on shapes alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.attention.triton_tiles import TileConfig, fold_tiles, score_factors
+from engine.attention.rotary import Rotary
+from engine.attention.triton_rotary import rotated
+from engine.attention.triton_splits import SplitScratch, max_splits
+from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, score_factors
 from engine.triton_launch import await_previous_kernel, dependent_launch, launch_options
 
 MIN_SPLIT = 256
@@ -27,12 +30,6 @@ def _count_tiles(length, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
     if WINDOW:
         tiles -= tl.maximum(length - window, 0) // TILE
     return tiles
-
-
-@triton.jit
-def is_decode(sequence, query_start, query_len, num_decodes):
-    """Which of the first `num_decodes` sequences have one token, token i being that of sequence i."""
-    return (sequence < num_decodes) & (query_len == 1) & (query_start == sequence)
 
 
 @triton.jit(do_not_specialize=["num_decodes", "table_row", "window", "target_splits"])
@@ -48,6 +45,14 @@ def _decode_kernel(
     partial,
     partial_lse,
     arrivals,
+    key,
+    value,
+    cache_slots,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    eps,
     num_decodes,
     window,
     target_splits,
@@ -55,6 +60,12 @@ def _decode_kernel(
     outer,
     query_token,
     query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    cos_token,
+    sin_token,
     cache_block,
     cache_token,
     cache_head,
@@ -74,6 +85,8 @@ def _decode_kernel(
     PADDED_DIM: tl.constexpr,
     MERGE: tl.constexpr,
     ALL: tl.constexpr,
+    FRESH: tl.constexpr,
+    NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     head = tl.program_id(0)
@@ -106,8 +119,25 @@ def _decode_kernel(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    place = (head * GROUP + row)[:, None] * query_head + dim[None, :]
-    queries = tl.load(query + sequence.to(tl.int64) * query_token + place, mask=inside, other=0.0)
+    token = sequence.to(tl.int64)
+    heads = query + token * query_token + (head * GROUP + row)[:, None] * query_head
+    if FRESH:
+        cos += token * cos_token
+        sin += token * sin_token
+        queries = rotated(heads, dim[None, :], inside, query_norm, cos, sin, eps, HEAD_DIM, NORM)
+        if split == num_splits - 1:  # whose tiles include this token
+            one = tl.arange(0, 1)[:, None]
+            known = (dim < HEAD_DIM)[None, :]
+            slot = tl.load(cache_slots + token).to(tl.int64)
+            to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + head * cache_head
+            keys = key + token * key_token + head * key_head + one
+            keys = rotated(keys, dim[None, :], known, key_norm, cos, sin, eps, HEAD_DIM, NORM)
+            tl.store(key_cache + to + one + dim[None, :], keys, mask=known)
+            values = value + token * value_token + head * value_head + one + dim[None, :]
+            tl.store(value_cache + to + one + dim[None, :], tl.load(values, mask=known), mask=known)
+        tl.debug_barrier()  # before any thread of this program reads them
+    else:
+        queries = tl.load(heads + dim[None, :], mask=inside, other=0.0)
 
     total, row_sum, row_max = fold_tiles(
         tl.zeros((ROWS, PADDED_DIM), tl.float32),
@@ -220,42 +250,20 @@ def _merge_splits(
     tl.store(out + row[:, None] * HEAD_DIM + dim[None, :], merged.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitScratch:
-    """Where the splits of a launch meet. Launches on one stream share it, one after the other.
+class Fresh(NamedTuple):
+    """Keys and values that a launch writes into the cache itself; queries are as fresh.
 
-    A prefill's outputs, larger, meet elsewhere.
+    Nothing that one decode of the launch attends to may be another's.
     """
 
-    partial: torch.Tensor
-    """float32 [n]: the splits' outputs."""
-    partial_lse: torch.Tensor
-    """float32 [n // head_dim]: the logarithm, in base 2, of the splits' sums."""
-    arrivals: torch.Tensor
-    """int32, sequences * kv_heads of them at least: splits arrived; 0 between launches."""
-    programs: int
-    """Programs to aim for when counting splits."""
-
-    @classmethod
-    def allocate(
-        cls, max_sequences: int, heads: int, kv_heads: int, head_dim: int, programs: int, device: torch.device
-    ) -> SplitScratch:
-        rows = (max_sequences + max_splits(programs, kv_heads)) * heads
-        return cls(
-            partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
-            partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
-            arrivals=torch.zeros(
-                max(max_sequences, max_splits(programs, kv_heads)) * kv_heads,
-                dtype=torch.int32,
-                device=device,
-            ),
-            programs=programs,
-        )
-
-
-def max_splits(programs: int, kv_heads: int) -> int:
-    """Splits beyond one per sequence, at most."""
-    return -(-programs // kv_heads)
+    key: torch.Tensor
+    """[T, kv_heads, head_dim]"""
+    value: torch.Tensor
+    """[T, kv_heads, head_dim]"""
+    cache_slots: torch.Tensor
+    """int32 [T]"""
+    rotary: Rotary
+    """To be applied to queries and keys."""
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
@@ -280,6 +288,7 @@ def decode(
     *,
     num_decodes: int,
     every: bool = True,
+    fresh: Fresh | None = None,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -287,7 +296,8 @@ def decode(
 ) -> None:
     """Fill out[:num_decodes] (contiguous): token i attends over sequence i, up to context_len[i].
 
-    Unless `every` of them is a decode: of those which are, by `is_decode`.
+    Unless `every` of them is a decode: of those which are, by `is_decode`. The keys and values of these
+    tokens are in the cache, unless they are `fresh`.
     """
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
@@ -304,6 +314,8 @@ def decode(
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     inner, outer = score_factors(scale, softcap)
     dependent = dependent_launch(query.device)
+    key, value, cache_slots, rotary = fresh or (query, query, query, Rotary(query, query, None, None, 0.0))
+    normed = rotary.query_norm is not None
     _decode_kernel[(kv_heads, units)](
         out,
         query,
@@ -316,13 +328,24 @@ def decode(
         scratch.partial,
         scratch.partial_lse,
         scratch.arrivals,
+        key,
+        value,
+        cache_slots,
+        rotary.cos,
+        rotary.sin,
+        rotary.query_norm if normed else query,
+        rotary.key_norm if normed else query,
+        rotary.eps,
         num_decodes,
         window or 0,
         target_splits,
         inner,
         outer,
-        query.stride(0),
-        query.stride(1),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        rotary.cos.stride(1),
+        rotary.sin.stride(1),
         *key_cache.stride()[:3],
         block_tables.stride(0),
         KV_HEADS=kv_heads,
@@ -340,6 +363,8 @@ def decode(
         PADDED_DIM=padded_dim,
         MERGE=max(1, min(16, 8192 // (padded_group * padded_dim))),
         ALL=every,
+        FRESH=fresh is not None,
+        NORM=normed,
         DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.attention.triton_decode import SplitScratch, is_decode, max_splits
-from engine.attention.triton_tiles import TileConfig, fold_tiles, score_factors
+from engine.attention.triton_splits import SplitScratch, max_splits
+from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, score_factors
 
 MIN_SPLIT = 1024
 """Tokens of context below which a further split costs more (in merging) than it gains."""

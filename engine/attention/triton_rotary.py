@@ -1,4 +1,7 @@
-"""From projections to attention in one launch: norms, rotary embedding, keys and values into the cache."""
+"""From projections to attention in one launch: norms, rotary embedding, keys and values into the cache.
+
+Of a step that only decodes, the decode kernel does this itself.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -17,48 +20,35 @@ MAX_HEADS = 8
 
 
 @triton.jit
-def _rotate(
-    to,
+def rotated(
     heads,
+    dim,
+    inside,
     norm,
     cos,
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
 ):
-    """From the heads that `heads` [n, 1] points at to those that `to` points at."""
+    """`Rotary.apply` of the heads that `heads` [n, 1] points at, in dimensions `dim` [1, d]: [n, d]."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    # A row for every head, so that each thread loads what it needs and none exchanges with another.
-    dim = tl.broadcast_to(tl.arange(0, PADDED_HALF)[None, :], (heads.shape[0], PADDED_HALF))
-    inside = dim < HALF
-    first = tl.load(heads + dim, mask=inside, other=0.0)
-    second = tl.load(heads + HALF + dim, mask=inside, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    # Loaded twice, so that no thread needs what another has.
+    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    mine = tl.load(heads + dim, mask=inside, other=0.0)
+    other = tl.load(heads + partner, mask=inside, other=0.0)
+    a, b = mine.to(tl.float32), other.to(tl.float32)
+    known = dim < HEAD_DIM
     if NORM:
-        factor = tl.rsqrt(tl.sum(a * a + b * b, 1) / HEAD_DIM + eps)[:, None]
-        scaled = (a * factor).to(first.dtype) * tl.load(norm + dim, mask=inside, other=0.0)
+        factor = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + eps)[:, None]
+        scaled = (a * factor).to(mine.dtype) * tl.load(norm + dim, mask=known, other=0.0)
         a = scaled.to(tl.float32)
-        scaled = (b * factor).to(first.dtype) * tl.load(norm + HALF + dim, mask=inside, other=0.0)
+        scaled = (b * factor).to(mine.dtype) * tl.load(norm + partner, mask=known, other=0.0)
         b = scaled.to(tl.float32)
-    first_cos = tl.load(cos + dim, mask=inside, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + HALF + dim, mask=inside, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin + dim, mask=inside, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin + HALF + dim, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to + dim, (a * first_cos - b * first_sin).to(first.dtype), mask=inside)
-    tl.store(to + HALF + dim, (b * second_cos + a * second_sin).to(first.dtype), mask=inside)
-
-
-@triton.jit
-def _copy(to, heads, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr):
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dim = tl.arange(0, PADDED_HALF)[None, :]
-    inside = dim < HALF
-    first = tl.load(heads + dim, mask=inside)
-    second = tl.load(heads + HALF + dim, mask=inside)
-    tl.store(to + dim, first, mask=inside)
-    tl.store(to + HALF + dim, second, mask=inside)
+    b = tl.where(dim < HALF, -b, b)
+    cosines = tl.load(cos + dim, mask=known, other=0.0).to(tl.float32)
+    sines = tl.load(sin + dim, mask=known, other=0.0).to(tl.float32)
+    return (a * cosines + b * sines).to(mine.dtype)
 
 
 @triton.jit
@@ -92,7 +82,7 @@ def _rotary_kernel(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     HEADS: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     await_previous_kernel(DEPENDENT)
@@ -100,25 +90,27 @@ def _rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * HEADS
     head = (first_head + tl.arange(0, HEADS))[:, None]
+    dim = tl.arange(0, PADDED_DIM)[None, :]
+    inside = tl.broadcast_to(dim < HEAD_DIM, (HEADS, PADDED_DIM))
     cos += token * cos_token
     sin += token * sin_token
     if first_head < QUERY_HEADS:
-        to = out + (token * QUERY_HEADS + head) * HEAD_DIM
         heads = query + token * query_token + head * query_head
-        _rotate(to, heads, query_norm, cos, sin, eps, HEAD_DIM, NORM, PADDED_HALF)
+        to = out + (token * QUERY_HEADS + head) * HEAD_DIM
+        states = rotated(heads, dim, inside, query_norm, cos, sin, eps, HEAD_DIM, NORM)
+        tl.store(to + dim, states, mask=inside)
     else:
         slot = tl.load(cache_slots + token).to(tl.int64)
         place = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token
         if first_head < QUERY_HEADS + KV_HEADS:
             head -= QUERY_HEADS
-            to = key_cache + place + head * cache_head
             heads = key + token * key_token + head * key_head
-            _rotate(to, heads, key_norm, cos, sin, eps, HEAD_DIM, NORM, PADDED_HALF)
+            states = rotated(heads, dim, inside, key_norm, cos, sin, eps, HEAD_DIM, NORM)
+            tl.store(key_cache + place + head * cache_head + dim, states, mask=inside)
         else:
             head -= QUERY_HEADS + KV_HEADS
-            to = value_cache + place + head * cache_head
-            heads = value + token * value_token + head * value_head
-            _copy(to, heads, HEAD_DIM, PADDED_HALF)
+            states = tl.load(value + token * value_token + head * value_head + dim, mask=inside)
+            tl.store(value_cache + place + head * cache_head + dim, states, mask=inside)
 
 
 def rotate_and_write(
@@ -139,7 +131,7 @@ def rotate_and_write(
     kv_heads = key.shape[1]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     per_program = math.gcd(heads, kv_heads, MAX_HEADS)  # a power of 2
-    padded_half = triton.next_power_of_2(head_dim // 2)
+    padded_dim = triton.next_power_of_2(head_dim)
     normed = rotary.query_norm is not None
     dependent = dependent_launch(query.device)
     _rotary_kernel[(tokens, (heads + 2 * kv_heads) // per_program)](
@@ -167,10 +159,10 @@ def rotate_and_write(
         BLOCK_SIZE=key_cache.shape[1],
         NORM=normed,
         HEADS=per_program,
-        PADDED_HALF=padded_half,
+        PADDED_DIM=padded_dim,
         DEPENDENT=dependent,
-        # Threads that move 16 bytes of half a head at a time, in half precision.
-        num_warps=max(1, min(8, per_program * padded_half // 256)),
+        # Threads that move 16 bytes at a time, in half precision.
+        num_warps=max(1, min(8, per_program * padded_dim // 256)),
         **launch_options(dependent),
     )
     return out

@@ -1,4 +1,6 @@
-"""The inner loop that decode and prefill share: rows of queries fold in tiles of the paged cache."""
+"""What decode and prefill share: whose a sequence is, and the inner loop, in which rows of queries fold in
+tiles of the paged cache.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -28,6 +30,12 @@ def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
     if softcap is None:
         return 1.0, scale * LOG2_E
     return scale / softcap, softcap * LOG2_E
+
+
+@triton.jit
+def is_decode(sequence, query_start, query_len, num_decodes):
+    """Which of the first `num_decodes` sequences have one token, token i being that of sequence i."""
+    return (sequence < num_decodes) & (query_len == 1) & (query_start == sequence)
 
 
 @triton.jit
