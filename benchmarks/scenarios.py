@@ -53,7 +53,7 @@ class Sizes:
 
 
 SIZES = {
-    "8b": Sizes(vocab=128256, rate=20),
+    "8b": Sizes(vocab=128256, rate=14),
     "0.6b": Sizes(vocab=151936, rate=80, cold_rate=8),
     "tiny": Sizes(
         vocab=1000,
@@ -194,11 +194,11 @@ async def overload(traffic: Traffic) -> list[dict[str, Any]]:
 
 
 async def mixed(traffic: Traffic) -> list[dict[str, Any]]:
-    """What the engine can just answer: conversations, half of them behind system prompts, and completions."""
-    conversations = traffic.recorded("azure-2023-conversation", 0.75, share=0.5)
-    completions = traffic.recorded("azure-2023-code", 0.25)
+    """A busy engine: conversations, half of them behind system prompts, and completions."""
+    conversations = traffic.recorded("azure-2023-conversation", 0.6, share=0.5)
+    completions = traffic.recorded("azure-2023-code", 0.2)
     seen = await traffic.play(conversations + completions)
-    return [traffic.line("all", seen, factor=1.0, process=traffic.process)]
+    return [traffic.line("all", seen, factor=0.8, process=traffic.process)]
 
 
 @dataclass(frozen=True)
