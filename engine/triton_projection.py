@@ -28,7 +28,7 @@ COLUMNS = PART
 """Columns of a program: the least that Hopper's matrix instruction takes, with the weights as its rows."""
 MIN_PROGRAMS = 64
 """Programs that nearly fill the memory's bandwidth."""
-MAX_DEPTH = 4096
+MAX_DEPTH = 2048
 """Inputs beyond which a program is worth splitting, as long as there are multiprocessors left."""
 
 
