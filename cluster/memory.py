@@ -29,6 +29,8 @@ GPUS = {
 
 RUNTIME = int(1.25 * GIB)
 """Bytes that CUDA, its libraries and their workspaces take, and what CUDA sees less than nvidia-smi."""
+CAPTURED = 2048
+"""Tokens of the largest step that prefills and is captured: the last of `engine.graphs.MIXED_TOKENS`."""
 SAMPLING = 8
 """Bytes per logit where requests have penalties: a copy in float32, and counts in int32."""
 
@@ -46,7 +48,7 @@ class Budget:
     step: int
     """The largest step that may be planned."""
     graphs: int
-    """What captured decode steps keep."""
+    """What captured steps keep."""
     block: int
     """One block of the cache, in all layers."""
     block_size: int
@@ -86,12 +88,14 @@ def budget(shape: ModelShape, engine: EngineConfig, gpu_bytes: int) -> Budget:
     """How the engine will divide a GPU of `gpu_bytes`."""
     size = itemsize(shape, engine)
     rows = engine.max_running_requests
+    captured = max(rows, min(CAPTURED, engine.max_tokens_per_step))
+    logits = rows * shape.vocab * size  # beside what graphs reuse for one another
     return Budget(
         usable=int(gpu_bytes * engine.memory_fraction),
         weights=shape.parameters * size,
         runtime=RUNTIME + engine.depth * _tables(shape, engine),
         step=step_bytes(shape, engine.max_tokens_per_step, rows, size),
-        graphs=step_bytes(shape, rows, rows, size) if engine.cuda_graphs else 0,
+        graphs=step_bytes(shape, captured, rows, size) + logits if engine.cuda_graphs else 0,
         block=shape.cache_bytes(engine.block_size, size),
         block_size=engine.block_size,
         max_requests=rows,

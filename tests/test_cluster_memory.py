@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.workloads import SHAPES
-from cluster.memory import GPUS, SAMPLING, budget, check
+from cluster.memory import CAPTURED, GPUS, SAMPLING, budget, check
 from cluster.shape import DEMO, ModelShape, ShapeError, read_shape, shape_of
 from cluster.sizing import table
 from deployments import demo_model
 from engine.config import EngineConfig
+from engine.graphs import MIXED_TOKENS
 from engine.penalties import PenaltyTensors
 from engine.probe import find_layers
 from engine.sampler import SamplingTensors
@@ -130,6 +131,20 @@ def test_sampling_takes_no_more_than_it_is_given() -> None:
         triton_sampler.sample(penalised, params, filtered=True)
     # The interpreter copies its arguments: the logits, here.
     assert SAMPLING <= live.peak / logits.numel() <= SAMPLING + 1.1 * logits.itemsize
+
+
+def test_graphs_keep_what_their_largest_step_takes() -> None:
+    """Of prompts, where logits are few."""
+    assert MIXED_TOKENS[-1] == CAPTURED
+    gpu = GPUS["H100"] * 2**20
+    found = [
+        budget(shape("Qwen3-8B"), EngineConfig(max_running_requests=8, max_tokens_per_step=n), gpu)
+        for n in (512, 2048, 8192)
+    ]
+    logits = 8 * 151_936 * 2
+    assert found[0].graphs - logits == found[0].step
+    assert found[1].graphs - logits == found[1].step > found[0].step
+    assert found[2].graphs - logits == found[1].step < found[2].step
 
 
 def test_more_of_anything_leaves_less() -> None:
