@@ -11,6 +11,7 @@ from ray import serve
 from deployments import demo_model
 from deployments.affinity import pin_to_gpu
 from deployments.autoscaling import replica_stats
+from deployments.collector import spare_collector
 from deployments.execution import Executor
 from deployments.exporter import Exporter
 from deployments.gpu import own_gpu
@@ -51,6 +52,7 @@ class EngineReplica:
             self._engine, record, config.model, gpu, self._executor.meter, telemetry.gpu_cost_per_hour
         )
         self._exporting = asyncio.create_task(exporter.run())
+        spare_collector()
 
     async def submit(self, submission: Submission) -> Refusal | None:
         """Run one attempt at a sequence; its tokens go on the tape of the Router that sent it.

@@ -17,6 +17,7 @@ from deployments import demo_model
 from deployments.api import Api
 from deployments.api_keys import read_keys
 from deployments.balancer import balancer_of
+from deployments.collector import spare_collector
 from deployments.generation import Dispatcher
 from deployments.logs import join_serve_logs
 from deployments.metrics import ServeRecorder
@@ -83,6 +84,7 @@ class Router:
             telemetry,
             self._timelines if tells.timeline else None,
         )
+        spare_collector()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._api.app()

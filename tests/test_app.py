@@ -131,6 +131,18 @@ async def test_it_knows_the_capital_of_france(app: App) -> None:
     assert "Paris" in await app.text("What is the capital of France?", max_tokens=30)
 
 
+async def test_what_a_start_makes_is_left_out_of_collections(app: App) -> None:
+    """Of libraries alone there are hundreds of thousands of objects, for which every thread would stop."""
+    frozen = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        kind = actor["name"].split("#")[-2] if "#" in actor["name"] else ""
+        if kind in ("EngineReplica", "Router"):
+            handle = ray.get_actor(actor["name"], actor["namespace"])
+            frozen[kind] = await handle.__ray_call__.remote(lambda _: __import__("gc").get_freeze_count())
+    assert set(frozen) == {"EngineReplica", "Router"}
+    assert min(frozen.values()) > 100_000
+
+
 async def test_it_lists_the_model(app: App) -> None:
     [model] = (await app.client.models.list()).data
     assert model.id == "demo"

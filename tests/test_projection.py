@@ -126,8 +126,8 @@ def test_gates() -> None:
 
 @needs_triton
 def test_splits_fill_the_multiprocessors_and_no_more() -> None:
-    assert kernels.splits(64, 4096, 132) == 1  # enough programs
-    assert kernels.splits(64, 14336, 132) == 2  # long ones: use what is left
+    assert kernels.splits(64, 2048, 132) == 1  # enough programs
+    assert kernels.splits(64, 4096, 132) == 2  # long ones: use what is left
     assert kernels.splits(16, 2048, 132) == 4
     assert kernels.splits(448, 4096, 132) == 1
     assert kernels.splits(1, 128, 132) == 1  # nothing to split
