@@ -150,7 +150,7 @@ class HttpTarget:
         try:
             transport, stream = await loop.create_connection(lambda: _Stream(seen), *next(self._addresses))
             transport.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            await stream.done
+            seen.error = await stream.done
         except OSError as error:
             seen.error = f"no connection: {error}"
         except asyncio.CancelledError:
@@ -171,7 +171,9 @@ class _Stream(asyncio.Protocol):
         self._text = bytearray()  # of the body: the event that has begun
         self._in_body = False
         self._left = 0  # bytes of the chunk that has begun, its line end included
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        """What went wrong, if anything. Whoever waits for it decides what that means: when he leaves while
+        the connection is being made, it is closed after that, and not by the server."""
 
     def data_received(self, data: bytes) -> None:
         self._raw += data
@@ -232,8 +234,7 @@ class _Stream(asyncio.Protocol):
 
     def _end(self, error: str | None) -> None:
         if not self.done.done():
-            self._seen.error = error
-            self.done.set_result(None)
+            self.done.set_result(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"cut off: {exc or 'the server closed the connection'}")

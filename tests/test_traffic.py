@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,6 +191,28 @@ async def test_what_hangs_is_cut_off() -> None:
 
     seen = await play(Stuck(), [Arrival(0.0, [1], 1, "a"), Arrival(0.0, [1], 1, "b")], grace=0.01)
     assert [one.error for one in seen] == ["stopped"] * 2
+
+
+async def test_a_request_is_stopped_wherever_it_is() -> None:
+    """Also while its connection is being made, which then closes: the server had no part in that."""
+    seen = [Seen("", 1, 3, now()) for _ in range(12)]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = HttpTarget(f"http://127.0.0.1:{silent.getsockname()[1]}", "m")
+        for turns, one in enumerate(seen, 1):
+            task = asyncio.create_task(target.send(Arrival(0.0, [1], 3), one))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.sleep(0)  # connections that have closed are told of
+        silent.setblocking(False)
+        asked = []
+        with suppress(BlockingIOError):
+            while True:
+                with silent.accept()[0] as connection:
+                    asked.append(connection.recv(1 << 16) != b"")
+    assert set(asked) == {False, True}  # some were stopped as soon as they were connected, others later
+    assert [one.error for one in seen] == ["stopped"] * len(seen)
 
 
 @pytest.fixture(scope="module")
