@@ -22,11 +22,15 @@ class SizedModel(Model, Protocol):
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """Raises `ValueError` naming `device` where a GPU is asked for and torch sees none."""
+    """Raises `ValueError` naming `device` where a GPU is asked for and torch sees none, or `attention`."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device: cuda was asked for, but torch sees no GPU")
+    if config.attention == "torch" and (config.compile or config.cuda_graphs):
+        raise ValueError(
+            "attention: torch reads lengths on the host; on a GPU it needs compile: false and cuda_graphs: false"
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 

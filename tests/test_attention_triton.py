@@ -202,6 +202,13 @@ def test_scratch_is_ready_for_the_next_launch() -> None:
         assert not attention.scratch.arrivals.any()
 
 
+def test_layers_of_fewer_heads_use_the_same_scratch() -> None:
+    """They make fewer programs of a sequence, and therefore more splits."""
+    step = random_step([(40, 1), (700, 1)], num_decodes=2, heads=4, kv_heads=1, device=DEVICE)
+    attention = TritonAttention(max_sequences=2, heads=4, kv_heads=4, head_dim=16, device=DEVICE, programs=16)
+    step.check(run(attention, step), atol=TOLERANCE[torch.float32])
+
+
 def test_only_named_tokens_are_written() -> None:
     """Decode and prefill, each alone, fill their own tokens of a poisoned output and no other."""
     step = random_step(MIXED, num_decodes=4, device=DEVICE)

@@ -50,3 +50,15 @@ def test_dtype_and_device_follow_the_settings() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device"):
             choose_device(EngineConfig(device="cuda"))
+
+
+def test_attention_that_asks_the_device_for_lengths_is_refused_in_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    plain = EngineConfig(attention="torch", compile=False, cuda_graphs=False)
+    assert choose_device(plain).type == "cuda"
+    for update in ({"compile": True}, {"cuda_graphs": True}):
+        with pytest.raises(ValueError, match="attention"):
+            choose_device(plain.model_copy(update=update))

@@ -27,14 +27,13 @@ class SplitScratch:
     def allocate(
         cls, max_sequences: int, heads: int, kv_heads: int, head_dim: int, programs: int, device: torch.device
     ) -> SplitScratch:
-        rows = (max_sequences + max_splits(programs, kv_heads)) * heads
+        """Head counts and dimension are the largest of any layer: one with fewer heads splits further."""
+        rows = (max_sequences + programs) * heads
         return cls(
             partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
             arrivals=torch.zeros(
-                max(max_sequences, max_splits(programs, kv_heads)) * kv_heads,
-                dtype=torch.int32,
-                device=device,
+                max(max_sequences * kv_heads, programs + kv_heads), dtype=torch.int32, device=device
             ),
             programs=programs,
         )
