@@ -18,6 +18,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1", allow_module_level=True)
 
+from engine.attention import triton_backend  # noqa: E402
 from engine.attention.triton_backend import TritonAttention  # noqa: E402
 from engine.attention.triton_rotary import rotate_and_write  # noqa: E402
 
@@ -158,7 +159,7 @@ def test_in_torch(dtype: torch.dtype, norms: bool) -> None:
 # Attention after it
 
 
-def triton_backend(step: Step) -> PagedAttention:
+def triton_attention(step: Step) -> PagedAttention:
     heads, head_dim = step.query.shape[1:]
     kv_heads, n = step.key.shape[1], len(step.batch.query_len)
     return TritonAttention(
@@ -166,7 +167,7 @@ def triton_backend(step: Step) -> PagedAttention:
     )
 
 
-BACKENDS: list[Callable[[Step], PagedAttention]] = [lambda step: TorchAttention(), triton_backend]
+BACKENDS: list[Callable[[Step], PagedAttention]] = [lambda step: TorchAttention(), triton_attention]
 MIXED: list[tuple[int, int]] = [(1, 1), (300, 1), (31, 1), (40, 17), (5, 5)]
 DECODES: list[tuple[int, int]] = [(1, 1), (600, 1), (31, 1), (64, 1), (65, 1)]
 
@@ -206,12 +207,14 @@ def test_attention_of_what_is_rotated(
     check_attention(backend(step), step, rotary)
 
 
+@pytest.mark.parametrize("most", [triton_backend.MAX_FRESH, len(DECODES) + 1])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window"), [(7, 1, 80, None), (3, 3, 16, 20), (16, 2, 96, 40)]
 )
-def test_decodes_that_write_their_keys_themselves(
-    heads: int, kv_heads: int, head_dim: int, window: int | None
+def test_decodes_that_write_their_keys_themselves_or_do_not(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, window: int | None, most: int
 ) -> None:
+    monkeypatch.setattr(triton_backend, "MAX_FRESH", most)  # there are two padded ones, too
     step = random_step(
         DECODES,
         num_decodes=len(DECODES),
@@ -223,7 +226,7 @@ def test_decodes_that_write_their_keys_themselves(
         device=DEVICE,
     )
     rotary = random_rotary(len(step.query), head_dim, norms=True, dtype=torch.float32)
-    check_attention(triton_backend(step), step, rotary)
+    check_attention(triton_attention(step), step, rotary)
 
 
 def test_scattered_cosines_are_refused() -> None:
@@ -288,4 +291,4 @@ def test_compiled_decodes_see_what_they_have_just_written(
         device=DEVICE,
     )
     rotary = random_rotary(len(step.query), head_dim, norms=kv_heads == 8, dtype=torch.bfloat16)
-    check_attention(triton_backend(step), step, rotary, repeat=100, atol=4e-2)
+    check_attention(triton_attention(step), step, rotary, repeat=100, atol=4e-2)

@@ -16,6 +16,9 @@ from engine.triton_launch import multiprocessors
 
 PROGRAMS_PER_SM = 1
 """Decode programs to aim for on each multiprocessor: measured, more of them only wait for each other."""
+MAX_FRESH = 64
+"""Decodes for which their kernel rotates and writes what is new itself: more make several waves of programs,
+each of which would do so before it asks for its pages."""
 
 
 @torch.library.custom_op(
@@ -63,7 +66,7 @@ def paged_attention(
         write_cache(key, value, key_cache, value_cache, cache_slots)
     else:
         rotary = Rotary(cos, sin, query_norm, key_norm, eps)
-        if num_prefills or flashinfer:
+        if num_prefills or flashinfer or num_decodes > MAX_FRESH:
             query = rotate_and_write(query, key, value, rotary, key_cache, value_cache, cache_slots)
         else:
             fresh = Fresh(key, value, cache_slots, rotary)
