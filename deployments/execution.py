@@ -60,6 +60,7 @@ class Executor:
         if submission.model != self._model:
             return self._refuse("other model", f"this replica serves {self._model}")
         key = submission.request, submission.attempt
+        first = len(submission.generated)
         sampling = submission.sampling
         eos = () if sampling.ignore_eos else self._engine.eos_token_ids
         request = Request(
@@ -82,17 +83,16 @@ class Executor:
 
         def put(output: Output) -> None:
             nonlocal failure
-            reason = output.finish_reason
-            if output.tokens and output.position == len(submission.generated):
+            position, tokens, reason = output.position, output.tokens, output.finish_reason
+            if position == first and tokens:
                 span.add_event("first token")
-            if reason is not None:
-                span.set_attribute("stepahead.finish_reason", reason)
+            if reason is None:
+                return tape.put(Record(*key, position, list(tokens)))
+            span.set_attribute("stepahead.finish_reason", reason)
             if reason is FinishReason.ERROR and not self._engine.healthy:
                 # Whatever broke the engine, nearly all whom it takes along are innocent.
                 reason, failure = FinishReason.ABORT, output.error or "the engine failed"
-            tape.put(
-                Record(*key, output.position, list(output.tokens), reason, output.error, request.num_cached)
-            )
+            tape.put(Record(*key, position, list(tokens), reason, output.error, request.num_cached))
 
         try:
             self._engine.submit(request, put, promised=submission.promised)
@@ -102,7 +102,7 @@ class Executor:
             return self._refuse("unavailable", str(error))
         except RequestError as error:
             return self._refuse("invalid", str(error), error.field)
-        tape.put(Record(*key, len(submission.generated), []))  # it is in
+        tape.put(Record(*key, first, []))  # it is in
         self._tell_others(submission)
         try:
             await tape.delivery(key)

@@ -65,7 +65,7 @@ class Address(msgspec.Struct, frozen=True):
     secret: bytes
 
 
-class Record(msgspec.Struct, array_like=True):
+class Record(msgspec.Struct, array_like=True, gc=False):
     """What came for one request since the frame before."""
 
     request: int
@@ -232,27 +232,26 @@ class Tape(_Connection):
         """Send `record` with the next frame. The tape owns it from here on."""
         if self._transport is None:
             return
-        earlier = self._pending.get(record.key)
-        if earlier is None:
-            self._pending[record.key] = record
-        else:
+        earlier = self._pending.setdefault((record.request, record.attempt), record)
+        if earlier is not record:
             earlier.tokens += record.tokens
             earlier.finish_reason = record.finish_reason
             earlier.error = record.error
             earlier.num_cached = record.num_cached
-        self._flush_soon()
+        if self._outstanding is None and not self._flush_scheduled:
+            self._flush_soon()
 
     def tell(self, prefix: list[int]) -> None:
         """Send the hashes of a prompt that another Router has sent here. A slow Router misses the oldest."""
         if self._transport is not None:
             self._prefixes.append(prefix)
-            self._flush_soon()
+            if self._outstanding is None and not self._flush_scheduled:
+                self._flush_soon()
 
     def _flush_soon(self) -> None:
         # Not at once: the other records of this step come within the same callback.
-        if self._outstanding is None and not self._flush_scheduled:
-            self._flush_scheduled = True
-            self._loop.call_soon(self._flush)
+        self._flush_scheduled = True
+        self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_scheduled = False

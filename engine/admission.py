@@ -57,7 +57,8 @@ class Backlog:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.tokens = 0
-        self._waiting: dict[Request, int] = {}
+        self.waiting: dict[Request, int] = {}
+        """Those without a token yet, and how many each brought."""
         self._served = 0.0  # tokens of requests that got their first token ...
         self._seconds = 0.0  # ... in so many seconds in which somebody waited
         self._unserved = 0.0  # such seconds since the last of them
@@ -71,7 +72,7 @@ class Backlog:
         tokens = _tokens(request)
         if live >= self.max_requests:
             why = f"{live} requests are running or waiting already"
-        elif self._waiting and self.tokens + tokens > self.max_tokens:
+        elif self.waiting and self.tokens + tokens > self.max_tokens:
             why = f"{self.tokens} prompt tokens wait already, and {tokens} more are too many"
         else:
             return
@@ -81,14 +82,14 @@ class Backlog:
 
     def add(self, request: Request, now: float) -> None:
         self._pass(now)
-        self._waiting[request] = tokens = _tokens(request)
+        self.waiting[request] = tokens = _tokens(request)
         self.tokens += tokens
 
     def remove(self, request: Request, now: float, served: bool) -> None:
         """It got its first token, or (not `served`) it ended without one. Nothing if it does not wait."""
-        if request in self._waiting:
+        if request in self.waiting:
             self._pass(now)
-            tokens = self._waiting.pop(request)
+            tokens = self.waiting.pop(request)
             self.tokens -= tokens
             if served:  # only then is anything forgotten, or a rate would seem to fall without end in between
                 fade = math.exp2(-self._unserved / MEMORY)
@@ -97,7 +98,7 @@ class Backlog:
                 self._unserved = 0.0
 
     def _pass(self, now: float) -> None:
-        if self._waiting:
+        if self.waiting:
             self._unserved += now - self._since
         self._since = now
 

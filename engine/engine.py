@@ -348,21 +348,22 @@ class AsyncEngine:
     # Back on the event loop
 
     def _deliver(self, outputs: list[Output]) -> None:
-        now = time.monotonic()
+        now, live, waiting = time.monotonic(), self._live, self._backlog.waiting
         for output in outputs:
-            self._backlog.remove(output.request, now, served=bool(output.tokens))
-            request_id = output.request.id
-            if request_id not in self._live:
+            request = output.request
+            if request in waiting:
+                self._backlog.remove(request, now, served=bool(output.tokens))
+            if request.id not in live:
                 continue
-            _, sink = self._live[request_id]
+            _, sink = live[request.id]
             if output.finish_reason is not None:
-                del self._live[request_id]
+                del live[request.id]
             try:
                 sink(output)
             except Exception:
-                logger.exception("the reader of request %s failed", request_id)
-                self._abort(output.request, "reader_failed")
-        if not self._live:
+                logger.exception("the reader of request %s failed", request.id)
+                self._abort(request, "reader_failed")
+        if not live:
             self._idle.set()
 
     def _fail(self, failure: str) -> None:

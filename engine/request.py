@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import count
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -186,9 +187,11 @@ class Request:
         return self.priority, self.arrival
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, gc=False):
     """What one step brought for one request.
+
+    There is one for each token, so it is of the kind that is made fastest, and the garbage collector
+    does not look at: nothing that it refers to refers to it.
 
     `position` is the index of the first of `tokens` among the generated tokens of the request, so
     a reader can tell a gap or a repetition. The last output of a request, and only that, has a

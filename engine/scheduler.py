@@ -310,6 +310,7 @@ class Scheduler:
                 outputs.append(self._append(request, int(result.tokens[i])))
             else:
                 self.counters.wasted_tokens += 1
+        self.counters.output_tokens += len(outputs)
         # Tokens whose ids were not known when their positions were planned are part of a prefix now.
         rows, full = step.rows[alive], step.ends[alive] // self.block_size
         due = full > r.registered[rows]
@@ -321,17 +322,16 @@ class Scheduler:
         return outputs
 
     def _append(self, request: Request, token: int) -> Output:
-        position = request.num_output
-        request.tokens[request.num_tokens] = token
-        request.num_tokens += 1
+        n, sampling = request.num_tokens, request.sampling
+        request.tokens[n] = token
+        request.num_tokens = n + 1
         request.account.served += OUTPUT_WEIGHT
-        self.counters.output_tokens += 1
         reason = None
-        if token in request.sampling.stop_token_ids and not request.sampling.ignore_eos:
+        if token in sampling.stop_token_ids and not sampling.ignore_eos:
             reason = FinishReason.STOP
-        elif request.num_tokens == request.limit:
+        elif n + 1 == request.limit:
             reason = FinishReason.LENGTH
-        return Output(request, position, (token,), reason)
+        return Output(request, n - len(request.prompt), (token,), reason)
 
     def _register(self, request: Request, full: int) -> None:
         """Offer the first `full` blocks of a running request to the prefix cache: they are planned."""
