@@ -16,6 +16,7 @@ SMOOTHING = 2.0
 """Seconds of work after which a change of speed is known to about two thirds."""
 
 _SHORTEST = 0.05  # seconds; a speed over less is noise
+_FRESH = 1e-3  # seconds for which a reading holds: the frames of one step, to all Routers, share one
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -42,20 +43,26 @@ class LoadMeter:
         self._tokens = 0
         self._busy = False
         self._speed = 0.0
+        self._read = -math.inf
+        self._load = Load(0, 0, 0, 0, 0.0)
 
     def read(self) -> Load:
-        stats = self._stats()
-        self._measure(stats.prompt_tokens + stats.output_tokens, bool(stats.running or stats.waiting))
-        return Load(
-            stats.prefill_tokens,
-            stats.running,
-            stats.waiting,
-            stats.blocks_free + stats.blocks_cached,
-            self._speed,
-        )
-
-    def _measure(self, tokens: int, busy: bool) -> None:
         now = time.monotonic()
+        if now - self._read >= _FRESH:
+            stats = self._stats()
+            tokens = stats.prompt_tokens + stats.output_tokens
+            self._measure(tokens, bool(stats.running or stats.waiting), now)
+            self._load = Load(
+                stats.prefill_tokens,
+                stats.running,
+                stats.waiting,
+                stats.blocks_free + stats.blocks_cached,
+                self._speed,
+            )
+            self._read = now
+        return self._load
+
+    def _measure(self, tokens: int, busy: bool, now: float) -> None:
         seconds = now - self._time
         if self._busy and seconds < _SHORTEST:
             if busy:

@@ -323,9 +323,9 @@ The names are those in Prometheus, with Ray's prefix. Ray Serve adds the labels 
 `deployment` and `replica` to each; those of an EngineReplica also have `gpu_uuid`, the `GpuUuid` of
 Ray's own `ray_node_gpus_*`. What concerns a GPU is absent on a CPU. A histogram has `_bucket`,
 `_count` and `_sum`; Ray rebuilds the sum from the middles of the buckets, so take means from
-counters, and from histograms quantiles only. A gauge that is not refreshed disappears after two of
-Ray's report intervals (20 s unless `metrics_report_interval_ms` is set); stepahead refreshes its own
-every second, also when idle.
+counters, and from histograms quantiles only: of steps and tapes they hold samples where there are
+very many. A gauge that is not refreshed disappears after two of Ray's report intervals (20 s unless
+`metrics_report_interval_ms` is set); stepahead refreshes its own every second, also when idle.
 
 Replicas wanted and healthy are Ray Serve's own: `ray_serve_autoscaling_target_replicas`,
 `ray_serve_autoscaling_desired_replicas`, `ray_serve_deployment_replica_healthy`.

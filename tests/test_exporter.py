@@ -11,7 +11,7 @@ import pynvml
 import pytest
 import torch
 
-from deployments.exporter import RATES_OVER, Exporter
+from deployments.exporter import RATES_OVER, SAMPLES, Exporter
 from deployments.gpu import Gpu, GpuReading, own_gpu
 from deployments.tape_meter import TapeMeter
 from engine import metrics as m
@@ -101,6 +101,11 @@ async def test_an_engines_metrics_add_up() -> None:
         m.TOKEN_COST,
         m.TAPE_ROUND_TRIP,
     }
+    for _ in range(3 * SAMPLES):
+        meter.sent("tape", 1, 1)
+        meter.answered("tape")
+    await exporter.export()
+    assert len(record.histograms[m.TAPE_ROUND_TRIP]) == SAMPLES, "of very many, some stand for all"
 
 
 async def test_energy_and_money_are_rates_over_a_minute() -> None:

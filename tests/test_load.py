@@ -62,3 +62,9 @@ def test_steps_that_follow_at_once_are_one_measurement(meter: Meter) -> None:
     meter.after(1, output_tokens=100)
     assert meter.after(0.0, output_tokens=132).tokens_per_s == 100  # no division by nothing
     assert meter.after(0.001, output_tokens=164).tokens_per_s == 100
+
+
+def test_the_frames_of_one_step_share_a_reading(meter: Meter) -> None:
+    assert meter.after(0, running=1).running == 1
+    assert meter.after(0.0007, running=2).running == 1
+    assert meter.after(0.0007, running=2).running == 2
