@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.plan import SCRATCH_ROW, SEQUENCE, TOKEN, History, StepPlan
+from engine.plan import SCRATCH_ROW, TOKEN, History, StepPlan
 from engine.request import Request
 from engine.rows import Int32s, Rows
 
@@ -34,36 +34,22 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         first, request = query_starts[i], r.requests[rows[i]]
         tokens["input_id"][first : first + lengths[i]] = request.tokens[starts[i] : ends[i]]
 
-    sequences = np.empty(len(rows), SEQUENCE)
+    sequences = r.sequences.take(rows)  # an index would copy field by field
     sequences["query_start"] = query_starts
     sequences["query_len"] = lengths
     sequences["context_len"] = ends
-    sequences["row"] = np.where(samples, rows, SCRATCH_ROW)
     sequences["sample_position"] = ends
-    seed = r.seed[rows]
-    sequences["seed_low"] = seed.astype(np.uint32).view(np.int32)
-    sequences["seed_high"] = (seed >> np.uint64(32)).astype(np.uint32).view(np.int32)
-    sequences["temperature"] = r.temperature[rows]
-    sequences["top_k"] = r.top_k[rows]
-    sequences["top_p"] = r.top_p[rows]
-    sequences["min_p"] = r.min_p[rows]
-    sequences["presence_penalty"] = r.presence_penalty[rows]
-    sequences["frequency_penalty"] = r.frequency_penalty[rows]
-    sequences["repetition_penalty"] = r.repetition_penalty[rows]
-    penalised = r.penalised[rows] & samples
-    # In a step with others that have them, what its row's last owner has left is not for this one.
-    sequences["penalty_row"] = np.where(penalised, rows, SCRATCH_ROW)
-    noisy = sequences["temperature"] > 0
-    filtered = (sequences["top_k"] > 0) | (sequences["top_p"] < 1) | (sequences["min_p"] > 0)
+    sequences["row"][~samples] = SCRATCH_ROW
+    sequences["penalty_row"][~samples] = SCRATCH_ROW
     return StepPlan(
         step=step,
         tokens=tokens,
         sequences=sequences,
         block_tables=r.blocks[rows, : int(r.num_blocks[rows].max())],
         num_decodes=num_decodes,
-        greedy=not noisy.any(),
-        filtered=bool((noisy & filtered).any()),
-        penalised=bool(penalised.any()),
+        greedy=not r.noisy[rows].any(),
+        filtered=bool(r.filtered[rows].any()),
+        penalised=bool(sequences["penalty_row"].any()),
         histories=tuple(_history(r.requests[row]) for row in rows[r.uncounted[rows]].tolist()),
     )
 

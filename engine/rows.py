@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from engine.plan import SCRATCH_ROW
+from engine.plan import SCRATCH_ROW, SEQUENCE
 from engine.request import Request
 
 Int32s = npt.NDArray[np.int32]
@@ -40,18 +40,14 @@ class Rows:
         self.blocks = np.zeros((n, max_blocks), np.int32)
         """Its blocks in order of position; entries beyond num_blocks are 0."""
         self.num_blocks = np.zeros(n, np.int32)
-        self.seed = np.zeros(n, np.uint64)
-        self.temperature = np.zeros(n, np.float32)
-        self.top_k = np.zeros(n, np.int32)
-        self.top_p = np.ones(n, np.float32)
-        self.min_p = np.zeros(n, np.float32)
-        self.presence_penalty = np.zeros(n, np.float32)
-        self.frequency_penalty = np.zeros(n, np.float32)
-        self.repetition_penalty = np.ones(n, np.float32)
-        self.penalised = np.zeros(n, np.bool_)
-        """Whether it has penalties or biases."""
+        self.sequences = np.zeros(n, SEQUENCE)
+        """What plans say of it, as far as it is the same in each that samples."""
+        self.noisy = np.zeros(n, np.bool_)
+        """Whether it draws noise."""
+        self.filtered = np.zeros(n, np.bool_)
+        """Whether it draws noise, and from some of the tokens only."""
         self.uncounted = np.zeros(n, np.bool_)
-        """Whether it has them, and no step has brought the device its tokens."""
+        """Whether it has penalties or biases, and no step has brought the device its tokens."""
         self._free = list(range(n - 1, SCRATCH_ROW, -1))
 
     @property
@@ -76,17 +72,25 @@ class Rows:
         self.last_token[row] = request.tokens[request.num_tokens - 1]
         self.num_blocks[row] = 0
         self.append_blocks(row, blocks)
-        self.seed[row] = sampling.seed % 2**64
         # Dividing by less would overflow; and the likeliest alone is greedy, even where two are equal.
         greedy = sampling.temperature < 1e-5 or sampling.top_k == 1
-        self.temperature[row] = 0 if greedy else sampling.temperature
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.presence_penalty[row] = sampling.presence_penalty
-        self.frequency_penalty[row] = sampling.frequency_penalty
-        self.repetition_penalty[row] = sampling.repetition_penalty
-        self.penalised[row] = self.uncounted[row] = sampling.penalised
+        sequence = self.sequences[row]
+        sequence["row"] = row
+        sequence["seed_low"], sequence["seed_high"] = np.array([sampling.seed % 2**64], "<u8").view("<i4")
+        sequence["temperature"] = 0 if greedy else sampling.temperature
+        sequence["penalty_row"] = row if sampling.penalised else SCRATCH_ROW
+        for name in (
+            "top_k",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
+            sequence[name] = getattr(sampling, name)
+        self.noisy[row] = not greedy
+        self.filtered[row] = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        self.uncounted[row] = sampling.penalised
         request.row = row
         return row
 
@@ -94,6 +98,11 @@ class Rows:
         n = int(self.num_blocks[row])
         self.blocks[row, n : n + len(blocks)] = blocks
         self.num_blocks[row] = n + len(blocks)
+
+    def append_block_each(self, rows: Int32s, blocks: list[int]) -> None:
+        """One block for each of `rows`, which are different ones."""
+        self.blocks[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
 
     def release(self, row: int) -> list[int]:
         """Take the row back; returns the blocks it had."""

@@ -162,16 +162,10 @@ class Scheduler:
             # Ends by length are known in advance: nothing is computed past them.
             rows: Int32s = order[(total - r.scheduled[order] == 1) & (total < r.limit[order])]
             full = rows[r.scheduled[rows] == r.num_blocks[rows] * self.block_size]
-            if all(self._grow(int(row)) for row in full):
+            if len(full) <= self.cache.available:
+                r.append_block_each(full, self.cache.allocate(len(full)))
                 return rows
-
-    def _grow(self, row: int) -> bool:
-        """One more block for the row. False if somebody had to be preempted: choose again."""
-        if self.cache.available:
-            self.rows.append_blocks(row, self.cache.allocate(1))
-            return True
-        self._preempt(self.running[-1])
-        return False
+            self._preempt(self.running[-1])  # and choose again
 
     def _preempt(self, request: Request) -> None:
         """Take row and blocks from a running request; it will be computed again.
