@@ -91,6 +91,7 @@ async def measure(args: argparse.Namespace, tapes: list[Address]) -> dict[str, A
     windows: list[dict[str, float]] = []
     for _ in range(max(1, round(args.seconds / WINDOW))):
         begin, before, stats = time.perf_counter(), cpu_times(), engine.stats()
+        frames = executor.meter.frames
         await asyncio.sleep(WINDOW)
         after, end, now = cpu_times(), time.perf_counter(), engine.stats()
         steps = now.steps - stats.steps
@@ -100,6 +101,7 @@ async def measure(args: argparse.Namespace, tapes: list[Address]) -> dict[str, A
                 "engine": micros["engine"],
                 "asyncio": micros["MainThread"],
                 "process": micros["process"],
+                "frames": (executor.meter.frames - frames) / steps,
                 "step": (end - begin) / steps * 1e6,
                 "ends": (sum(now.finished.values()) - sum(stats.finished.values())) / steps,
                 "tokens_per_s": (now.output_tokens - stats.output_tokens) / (end - begin),
@@ -138,7 +140,8 @@ def main() -> None:
         return
     print("CPU us a step:", *(f"{name} {found[name]:,.0f}" for name in ("engine", "asyncio", "process")))
     print(
-        f"a step took {found['step']:,.0f} us, {found['ends']:.2f} requests ended in each,"
+        f"a step took {found['step']:,.0f} us, {found['ends']:.2f} requests ended in each, with"
+        f" {found['frames']:.1f} frames,"
         f" {found['tokens_per_s']:,.0f} tokens/s"
     )
 

@@ -185,6 +185,7 @@ class Tape(_Connection):
         self._prefixes: deque[list[int]] = deque(maxlen=MAX_PREFIXES)
         self._outstanding: list[Key] | None = None  # what ends with the frame on its way
         self._flush_scheduled = False
+        self._decoding = False  # the next step brings more for those of the last frame
 
     @classmethod
     async def connect(
@@ -242,10 +243,12 @@ class Tape(_Connection):
             self._flush_soon()
 
     def tell(self, prefix: list[int]) -> None:
-        """Send the hashes of a prompt that another Router has sent here. A slow Router misses the oldest."""
+        """Send the hashes of a prompt that another Router has sent here, with the frame of the next step if
+        there will be one. A slow Router misses the oldest.
+        """
         if self._transport is not None:
             self._prefixes.append(prefix)
-            if self._outstanding is None and not self._flush_scheduled:
+            if not self._decoding and self._outstanding is None and not self._flush_scheduled:
                 self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -255,11 +258,14 @@ class Tape(_Connection):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._outstanding is not None or not (self._pending or self._prefixes):
+        if self._outstanding is not None:
+            return
+        if not (self._pending or (self._prefixes and not self._decoding)):
             return
         records = list(self._pending.values())
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
+        self._decoding = any(record.tokens and record.finish_reason is None for record in records)
         frame = self._encode(Frame(self._load(), records, list(self._prefixes)))
         self.send(frame)
         self._meter.sent(self, _LENGTH.size + len(frame), len(records))

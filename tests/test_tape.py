@@ -35,8 +35,11 @@ class Peer:
         (length,) = struct.unpack("!I", await self.reader.readexactly(4))
         return await self.reader.readexactly(length)
 
+    async def frame(self) -> Frame:
+        return msgspec.msgpack.decode(await self.receive(), type=Frame)
+
     async def records(self) -> list[Record]:
-        frame = msgspec.msgpack.decode(await self.receive(), type=Frame)
+        frame = await self.frame()
         assert frame.load == LOAD
         return frame.records
 
@@ -140,6 +143,28 @@ async def test_the_answer_aborts() -> None:
         tape.put(Record(6, 0, 0, [1]))
         await peer.records()  # so the answer has been read
         assert aborts == [(4, 0), (5, 2)]
+
+
+async def test_prefixes_of_others_wait_for_the_next_step_where_there_is_one() -> None:
+    async with router() as (tape, peer, aborts):
+        tape.tell([1])
+        assert await peer.frame() == Frame(LOAD, [], [[1]])
+        peer.answer()
+        tape.put(Record(0, 0, 0, [1]))
+        assert await peer.records() == [Record(0, 0, 0, [1])]
+        tape.tell([2])
+        peer.answer((9, 9))
+        while not aborts:  # until the answer has been read
+            await asyncio.sleep(0)
+        tape.tell([3])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        last = Record(0, 0, 1, [2], FinishReason.STOP)
+        tape.put(last)
+        assert await peer.frame() == Frame(LOAD, [last], [[2], [3]])
+        peer.answer()
+        tape.tell([4])
+        assert await peer.frame() == Frame(LOAD, [], [[4]])
 
 
 async def test_frames_survive_any_fragmentation() -> None:
