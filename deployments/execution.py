@@ -59,7 +59,7 @@ class Executor:
     async def _run(self, submission: Submission, span: Span) -> Refusal | None:
         if submission.model != self._model:
             return self._refuse("other model", f"this replica serves {self._model}")
-        key = submission.request, submission.attempt
+        number, attempt = key = submission.request, submission.attempt
         first = len(submission.generated)
         sampling = submission.sampling
         eos = () if sampling.ignore_eos else self._engine.eos_token_ids
@@ -87,7 +87,7 @@ class Executor:
             if position == first and tokens:
                 span.add_event("first token")
             if reason is None:
-                return tape.put(Record(*key, position, list(tokens)))
+                return tape.put(Record(number, attempt, position, list(tokens)))
             span.set_attribute("stepahead.finish_reason", reason)
             if reason is FinishReason.ERROR and not self._engine.healthy:
                 # Whatever broke the engine, nearly all whom it takes along are innocent.
