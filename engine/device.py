@@ -29,7 +29,8 @@ def choose_device(config: EngineConfig) -> torch.device:
         raise ValueError("device: cuda was asked for, but torch sees no GPU")
     if config.attention == "torch" and (config.compile or config.cuda_graphs):
         raise ValueError(
-            "attention: torch reads lengths on the host; on a GPU it needs compile: false and cuda_graphs: false"
+            "attention: torch reads lengths on the host, so on a GPU it needs "
+            "compile: false and cuda_graphs: false"
         )
     return torch.device("cuda", torch.cuda.current_device())
 
