@@ -16,7 +16,7 @@ SMOOTHING = 2.0
 """Seconds of work after which a change of speed is known to about two thirds."""
 
 _SHORTEST = 0.05  # seconds; a speed over less is noise
-_FRESH = 1e-3  # seconds for which a reading holds: the frames of one step, to all Routers, share one
+_FRESH = 4e-3  # seconds for which a reading holds: the frames of one step, to all Routers, share one
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
