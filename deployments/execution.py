@@ -148,8 +148,11 @@ class Executor:
             moving = tape is not None and tape.moving
             self._engine.abort(_request_id(address, key), "moved" if moving else "unwanted")
 
+        mine = asyncio.current_task()
+
         def closed() -> None:
-            self._tapes.pop(address, None)
+            if self._tapes.get(address) is mine:  # and not the one opened since
+                del self._tapes[address]
 
         try:
             tape = await Tape.connect(address, self._name, self.load, abort, closed, self.meter)

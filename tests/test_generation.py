@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from deployments.generation import ATTEMPTS, SHUTTING_DOWN, Dispatcher, Generati
 from deployments.load import Load
 from deployments.prefix_index import BLOCK, chain_of
 from deployments.submission import Refusal, Submission
-from deployments.tape import Observe, Record
+from deployments.tape import Observe, Record, Tape, TapeListener, TapeLost
 from engine.request import FinishReason, Output, SamplingParams
 from tests.memory_engine import MemoryEngine, text_of
 
@@ -420,6 +421,29 @@ async def test_a_gap_or_a_repetition_is_not_taken(position: int) -> None:
             engine.step()
         generation = await reader.until(ended)
         assert generation.tokens == text_of(PROMPT, 1, 4)
+
+
+async def test_a_tape_that_ends_twice_does_not_take_the_next_one_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, ends = Executor(MemoryEngine(), "r0", "demo"), list[Callable[[], None]]()
+    listener = TapeListener(lambda _: True, lambda *_: None)
+    address = await listener.start("127.0.0.1")
+    connect = Tape.connect
+
+    async def lost_at_first(*args: Any) -> Tape:
+        ends.append(args[4])
+        if len(ends) == 1:
+            raise TapeLost("no Router there")
+        return await connect(*args)
+
+    monkeypatch.setattr(Tape, "connect", lost_at_first)
+    with pytest.raises(TapeLost):
+        await executor._tape(address)
+    tape = await executor._tape(address)
+    ends[0]()  # the connection of the first is only closed now
+    assert await executor._tape(address) is tape
+    await listener.close()
 
 
 async def test_routers_learn_of_the_prompts_that_others_send() -> None:
