@@ -166,7 +166,7 @@ class Tape(_Connection):
 
     def __init__(
         self,
-        load: Callable[[], Load],
+        load: Callable[[bool], Load],
         abort: Callable[[Key], None],
         closed: Callable[[], None],
         meter: TapeMeter,
@@ -192,14 +192,15 @@ class Tape(_Connection):
         cls,
         address: Address,
         replica: str,
-        load: Callable[[], Load],
+        load: Callable[[bool], Load],
         abort: Callable[[Key], None],
         closed: Callable[[], None],
         meter: TapeMeter | None = None,
     ) -> Tape:
         """Open the tape to a Router.
 
-        `replica` is how Ray Serve names this replica, `load` is asked for every frame.
+        `replica` is how Ray Serve names this replica, `load` is asked for every frame, with True for
+        one that holds a request's end.
         `abort` is called with each request that the Router does not want any more, `closed` once
         when the tape is lost. `meter` is told what goes over it.
         Raises `TapeLost` where there is no Router at `address`.
@@ -266,7 +267,8 @@ class Tape(_Connection):
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
         self._decoding = any(record.tokens and record.finish_reason is None for record in records)
-        frame = self._encode(Frame(self._load(), records, list(self._prefixes)))
+        load = self._load(bool(self._outstanding))  # the last frame for a while, maybe
+        frame = self._encode(Frame(load, records, list(self._prefixes)))
         self.send(frame)
         self._meter.sent(self, _LENGTH.size + len(frame), len(records))
         self._prefixes.clear()

@@ -19,10 +19,10 @@ class Meter:
         self.stats: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
         self._meter = LoadMeter(lambda: EngineStats(**self.stats | {"finished": {}}))
 
-    def after(self, seconds: float, **stats: int) -> Load:
+    def after(self, seconds: float, anew: bool = False, **stats: int) -> Load:
         self.now += seconds
         self.stats.update(stats)
-        return self._meter.read()
+        return self._meter.read(anew)
 
 
 @pytest.fixture
@@ -68,3 +68,5 @@ def test_the_frames_of_one_step_share_a_reading(meter: Meter) -> None:
     assert meter.after(0, running=1).running == 1
     assert meter.after(0.003, running=2).running == 1
     assert meter.after(0.003, running=2).running == 2
+    assert meter.after(0, running=0).running == 2
+    assert meter.after(0, anew=True).running == 0

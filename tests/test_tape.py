@@ -22,6 +22,7 @@ from engine.request import FinishReason
 
 HOST = "127.0.0.1"
 LOAD = Load(100, 2, 1, 50, 12.5)
+ANEW = Load(90, 1, 1, 51, 12.5)
 
 
 class Peer:
@@ -40,7 +41,8 @@ class Peer:
 
     async def records(self) -> list[Record]:
         frame = await self.frame()
-        assert frame.load == LOAD
+        ends = any(record.finish_reason is not None for record in frame.records)
+        assert frame.load == (ANEW if ends else LOAD)
         return frame.records
 
     def send(self, payload: bytes) -> None:
@@ -63,7 +65,7 @@ async def router() -> AsyncIterator[tuple[Tape, Peer, list[Key]]]:
     aborts: list[Key] = []
     server = await asyncio.start_server(lambda r, w: peers.put_nowait(Peer(r, w)), HOST, 0)
     address = Address("r", HOST, server.sockets[0].getsockname()[1], b"secret")
-    tape = await Tape.connect(address, "r1", lambda: LOAD, aborts.append, lambda: None)
+    tape = await Tape.connect(address, "r1", lambda anew: ANEW if anew else LOAD, aborts.append, lambda: None)
     peer = await peers.get()
     assert await peer.receive() == b"secret" + b"r1"
     try:
@@ -161,7 +163,7 @@ async def test_prefixes_of_others_wait_for_the_next_step_where_there_is_one() ->
             await asyncio.sleep(0)
         last = Record(0, 0, 1, [2], FinishReason.STOP)
         tape.put(last)
-        assert await peer.frame() == Frame(LOAD, [last], [[2], [3]])
+        assert await peer.frame() == Frame(ANEW, [last], [[2], [3]])
         peer.answer()
         tape.tell([4])
         assert await peer.frame() == Frame(LOAD, [], [[4]])
@@ -224,7 +226,7 @@ def ray_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_it_is_encrypted_where_ray_is(ray_tls: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with listener() as (_, address, got):
-        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda anew: LOAD, lambda key: None, lambda: None)
         done = follow(tape, 0)
         tape.put(Record(0, 0, 0, list(range(1_000_000)), FinishReason.STOP))
         await done
@@ -243,12 +245,12 @@ async def test_no_router() -> None:
     async with listener() as (_, address, _):
         pass
     with pytest.raises(TapeLost, match=str(address.port)):
-        await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
+        await Tape.connect(address, "r1", lambda anew: LOAD, lambda key: None, lambda: None)
 
 
 async def test_records_arrive_in_order_and_are_answered() -> None:
     async with listener() as (_, address, got):
-        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda anew: LOAD, lambda key: None, lambda: None)
         done = follow(tape, 0)
         for position in range(100):
             last = FinishReason.LENGTH if position == 99 else None
@@ -264,7 +266,7 @@ async def test_records_arrive_in_order_and_are_answered() -> None:
 async def test_records_that_nobody_wants_are_answered_by_an_abort_once() -> None:
     async with listener(wanted=False) as (_, address, got):
         aborts: asyncio.Queue[Key] = asyncio.Queue()
-        tape = await Tape.connect(address, "r1", lambda: LOAD, aborts.put_nowait, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda anew: LOAD, aborts.put_nowait, lambda: None)
         tape.put(Record(7, 1, 0, [1]))
         assert await aborts.get() == (7, 1)
         done = follow(tape, 7, 1)
@@ -291,7 +293,7 @@ async def test_a_stranger_is_shown_the_door(hello: bytes) -> None:
 
 async def test_garbage_closes_a_tape_and_no_other() -> None:
     async with listener() as (_, address, got):
-        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, lambda: None)
+        tape = await Tape.connect(address, "r1", lambda anew: LOAD, lambda key: None, lambda: None)
         peer = await dial(address)
         peer.send(address.secret)
         peer.send(b"\xc1")
@@ -307,7 +309,7 @@ async def test_garbage_closes_a_tape_and_no_other() -> None:
 async def test_closing_the_listener_ends_its_tapes() -> None:
     async with listener() as (end, address, _):
         closed = asyncio.Event()
-        tape = await Tape.connect(address, "r1", lambda: LOAD, lambda key: None, closed.set)
+        tape = await Tape.connect(address, "r1", lambda anew: LOAD, lambda key: None, closed.set)
         done = follow(tape, 0)
         await end.close()
         with pytest.raises(TapeLost):
