@@ -9,7 +9,7 @@ Measures the limits, then runs each workload with overlap on and off in one proc
 weights and prompts, checks that every request got exactly its tokens and that those of on and off are
 equal, then runs the peer, and at last looks at the kernels with a profiler, which slows down what comes
 after. Prints a table and a JSON line for each run. `python -m benchmarks.report` makes the page of the
-lines. Needs torch, transformers and pydantic only.
+lines. Needs torch, transformers, pydantic and msgspec only.
 """
 
 from __future__ import annotations

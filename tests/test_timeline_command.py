@@ -58,7 +58,7 @@ def test_it_needs_no_ray() -> None:
     )
     modules = set(loaded.stdout.split())
     assert "engine.engine" in modules
-    assert not modules & {"ray", "fastapi", "msgspec"}
+    assert not modules & {"ray", "fastapi"}
 
 
 @pytest.mark.parametrize(
