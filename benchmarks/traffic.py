@@ -5,8 +5,8 @@
     python -m benchmarks.traffic --shape 8b --scenario mixed --url http://127.0.0.1:8000 --model MODEL
 
 Without --url it starts the engine in this process, on random weights; that needs torch, transformers,
-pydantic and msgspec only. Scenarios are in benchmarks/scenarios.py, lengths in benchmarks/data. Prints one JSON
-line for each part of a scenario and a table; `python -m benchmarks.report` makes the page of the lines.
+pydantic and msgspec only. Scenarios are in benchmarks/scenarios.py, lengths in benchmarks/data. Prints
+one JSON line for each part of a scenario and a table; `python -m benchmarks.report` makes the page.
 """
 
 from __future__ import annotations
