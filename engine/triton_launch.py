@@ -2,7 +2,9 @@
 
 On Hopper and later a kernel launched so takes its place on multiprocessors as soon as these are free,
 and waits there for the memory of the kernel before it; so launches of a captured graph follow each
-other without a gap. Whatever a kernel reads or writes comes after `await_previous_kernel`.
+other without a gap. Whatever it reads of what dependent kernels make, and all that it writes, comes after
+`await_previous_kernel` or `await_results`; every program of it gets there, or the kernel could end, and the
+next one go on, before the one ahead of it has ended.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,11 +21,37 @@ if hasattr(tl.extra, "cuda"):
 
 
 @triton.jit
-def await_previous_kernel(DEPENDENT: tl.constexpr):
-    """Let the kernel after this one get ready, and wait for the one before it."""
+def admit_next_kernel(DEPENDENT: tl.constexpr):
+    """Let the kernel after this one get ready."""
     if DEPENDENT:
         gdc_launch_dependents()
+
+
+@triton.jit
+def await_results(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before this one, and so for all before that."""
+    if DEPENDENT:
         gdc_wait()
+
+
+@triton.jit
+def await_previous_kernel(DEPENDENT: tl.constexpr):
+    """Both, for a kernel that can do nothing before."""
+    admit_next_kernel(DEPENDENT)
+    await_results(DEPENDENT)
+
+
+@triton.jit
+def prefetch(pointers, mask):
+    """Ask L2 for the 128 bytes around each pointer. Whoever loads them later gets what is there by then."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [pointers, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @functools.cache
