@@ -1,14 +1,14 @@
-"""What one step costs the process of a replica, thread by thread: engine, delivery, tapes, metrics.
+"""What one step costs the two processes of a replica: the engine's, and the one that delivers and exports.
 
     python -m benchmarks.delivery [--json] [--requests 256] [--routers 8] [--step-ms 0] [--seconds 5]
-    py-spy record --gil --rate 500 --format raw -o gil.txt -- python -m benchmarks.delivery
+    py-spy record --subprocesses --rate 500 --format raw -o cpu.txt -- python -m benchmarks.delivery
 
-The real `AsyncEngine`, `Executor`, tapes and exporter, with a device that only takes its time
+The real `EngineProcess`, `Executor`, tapes and exporter, with a device that only takes its time
 (benchmarks/paced.py: none by default, so steps come as fast as the host makes them) and Routers that
 only acknowledge, in a process of their own, over sockets. As many requests run at any time as asked
-for; they end one after the other and new ones take their place. All threads of the process share one
-GIL, so what a step costs all of them together is nearly the shortest that a step can be, whatever the
-device. Ray Serve's own work is not here, nor is the launch of a step (benchmarks/host_step.py).
+for; they end one after the other and new ones take their place. Threads of one process share its GIL, so
+what a step costs the busier process is nearly the shortest that a step can be, whatever the device. Ray
+Serve's own work is not here, nor is the launch of a step (benchmarks/host_step.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import json
 import multiprocessing
 import random
 import tempfile
-import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
+import psutil
 import transformers
 import uvloop
 
@@ -35,6 +36,7 @@ from deployments.metrics import ServeRecorder
 from deployments.submission import Submission
 from deployments.tape import Address, TapeListener
 from engine.config import EngineConfig
+from engine.process import EngineProcess
 from engine.request import SamplingParams
 
 WINDOW = 1.0
@@ -66,21 +68,17 @@ async def keep(executor: Executor, tapes: list[Address], i: int, prompt: int, ou
         tokens = output
 
 
-def cpu_times() -> dict[str, float]:
-    """CPU seconds of each Python thread, and of the whole process."""
-    threads = {
-        each.name: time.clock_gettime(time.pthread_getcpuclockid(each.ident))
-        for each in threading.enumerate()
-        if each.ident is not None
-    }
-    return threads | {"process": time.process_time()}
+def cpu_times(engine: EngineProcess) -> dict[str, float]:
+    """CPU seconds of the engine's process and of this one."""
+    there = psutil.Process(engine.pid).cpu_times()
+    return {"engine": there.user + there.system, "delivery": time.process_time()}
 
 
 async def measure(args: argparse.Namespace, tapes: list[Address]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         transformers.Qwen3Config(vocab_size=1000, max_position_embeddings=4096).save_pretrained(directory)
         config = EngineConfig(model=directory, max_running_requests=args.requests, prefix_caching=True)
-        engine = PacedEngine(config, Pace(args.step_ms / 1e3, 0, 0))
+        engine = EngineProcess(config, partial(PacedEngine, pace=Pace(args.step_ms / 1e3, 0, 0)))
         await engine.start()
     executor = Executor(engine, "replica", "model")
     exporter = Exporter(engine, ServeRecorder(), "model", None, executor.meter)
@@ -90,17 +88,16 @@ async def measure(args: argparse.Namespace, tapes: list[Address]) -> dict[str, A
     await asyncio.sleep(2 * WINDOW)
     windows: list[dict[str, float]] = []
     for _ in range(max(1, round(args.seconds / WINDOW))):
-        begin, before, stats = time.perf_counter(), cpu_times(), engine.stats()
+        stats = await engine.ask_stats()
+        begin, before = time.perf_counter(), cpu_times(engine)
         frames = executor.meter.frames
         await asyncio.sleep(WINDOW)
-        after, end, now = cpu_times(), time.perf_counter(), engine.stats()
+        now = await engine.ask_stats()
+        after, end = cpu_times(engine), time.perf_counter()
         steps = now.steps - stats.steps
-        micros = {name: (after[name] - before[name]) / steps * 1e6 for name in after if name in before}
         windows.append(
             {
-                "engine": micros["engine"],
-                "asyncio": micros["MainThread"],
-                "process": micros["process"],
+                **{name: (after[name] - before[name]) / steps * 1e6 for name in after},
                 "frames": (executor.meter.frames - frames) / steps,
                 "step": (end - begin) / steps * 1e6,
                 "ends": (sum(now.finished.values()) - sum(stats.finished.values())) / steps,
@@ -138,7 +135,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(vars(args) | found))
         return
-    print("CPU us a step:", *(f"{name} {found[name]:,.0f}" for name in ("engine", "asyncio", "process")))
+    print("CPU us a step:", *(f"{name} {found[name]:,.0f}" for name in ("engine", "delivery")))
     print(
         f"a step took {found['step']:,.0f} us, {found['ends']:.2f} requests ended in each, with"
         f" {found['frames']:.1f} frames,"

@@ -7,34 +7,31 @@ it; the same one with an engine that only takes its time; and a choice of replic
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import psutil
 import pynvml
 import ray
 from ray import serve
 
 import deployments.app
-import deployments.replica
 from benchmarks.latency import window
-from benchmarks.paced import PACES, PacedEngine
+from benchmarks.lone import LoneEngine, LonePacedEngine
+from benchmarks.paced import PACES
 from benchmarks.steering import Steering
-from benchmarks.targets import Chats, EngineTarget, keep, undisturbed
+from benchmarks.targets import Chats, Seen
 from deployments.replica import EngineReplica
 from deployments.settings import Settings
 from engine.config import EngineConfig
-from engine.overlap import overlap_report
-from engine.timeline import Recording
+from engine.process import EngineProcess
 
 T = TypeVar("T")
 
@@ -52,15 +49,16 @@ class MeasuredReplica(EngineReplica):
     """`EngineReplica`, with or without a device, that says what it is and runs its engine alone."""
 
     async def __init__(self, *args: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        if pace := os.environ.get(PACE):
-
-            def paced(config: EngineConfig) -> PacedEngine:
-                return PacedEngine(config, PACES[Path(config.model).name].slowed(float(pace)))
-
-            vars(deployments.replica)["AsyncEngine"] = paced  # of this process, which is this replica's
         begin = time.perf_counter()
         await super().__init__(*args)
         self._start_s = time.perf_counter() - begin
+
+    def engine(self, config: EngineConfig) -> EngineProcess:
+        if pace := os.environ.get(PACE):
+            return EngineProcess(
+                config, partial(LonePacedEngine, pace=PACES[Path(config.model).name].slowed(float(pace)))
+            )
+        return EngineProcess(config, LoneEngine)
 
     async def about(self) -> dict[str, Any]:
         return {
@@ -68,56 +66,28 @@ class MeasuredReplica(EngineReplica):
             "pid": os.getpid(),
             "start_s": self._start_s,
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "gpus_seen": _visible_gpus(),
+            "gpus_seen": await self._engine.call("visible_gpus"),
             "cores": sorted(os.sched_getaffinity(0)),
             "cores_near_gpu": _cores_near(self._engine.gpu_uuid),
-            "blocks_free": self._engine.stats().blocks_free,
+            "blocks_free": (await self.stats()).blocks_free,
         }
 
     async def bare(
         self, names: Sequence[str], chats: Chats, begin: float, ramp: float, seconds: float
     ) -> dict[str, Any] | None:
-        """The engine alone: asked in its own process, without tape, Router and HTTP. None: not of `names`."""
+        """The engine alone, asked from within its process. None: not of `names`."""
         if self._name not in names:
             return None
         share = chats.share(list(names).index(self._name), len(names))
         first, last = begin + ramp, begin + ramp + seconds
-        with undisturbed():
-            seen = await keep(EngineTarget(self._engine), share, begin, last)
+        seen: list[Seen] = await self._engine.call("keep", share, begin, last)
         found: dict[str, Any] = window(seen, first, last) | {"steps": await self.steps(first, last)}
         return found
 
-    async def switch(self, seconds: float) -> None:
-        """How long a thread of this process may keep the GIL from the engine's, from now on."""
-        sys.setswitchinterval(seconds)
-
     async def steps(self, begin: float, end: float) -> dict[str, Any] | None:
         """The engine's steps between two times, by its own timeline; None if there was none."""
-        whole = self._engine.timeline.recent()
-        steps = [each for each in whole.steps if begin <= each.launched and each.collected < end]
-        if len(steps) < 2:
-            return None
-        spans = [span for span in whole.spans if begin <= span.begin and span.end < end]
-        found = overlap_report(Recording(steps, spans))
-        between = [b.collected - a.collected for a, b in itertools.pairwise(steps) if b.kind == "decode"]
-        return {
-            "replica": self._name,
-            "steps": found.steps,
-            "requests": float(np.mean([each.requests for each in steps])),
-            "step_ms_p50": float(np.percentile(between, 50)) * 1e3 if between else None,
-            "step_ms_p99": float(np.percentile(between, 99)) * 1e3 if between else None,
-            "gap_us_p50": found.gap_us_p50,
-            "gap_us_p99": found.gap_us_p99,
-            "compute_ms": found.compute_ms,
-            "host_ms": found.host_ms,
-            "active_ratio": found.active_ratio,
-        }
-
-
-def _visible_gpus() -> list[str]:
-    import torch
-
-    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        found: dict[str, Any] | None = await self._engine.call("steps", begin, end)
+        return found and {"replica": self._name} | found
 
 
 def _cores_near(uuid: str | None) -> list[int] | None:
@@ -200,6 +170,7 @@ def _complaints() -> str:
 KINDS = {
     "router": "ServeReplica:fleet:Router",
     "replica": "ServeReplica:fleet:MeasuredReplica",
+    "engine": "engine.worker",
     "proxy": "ProxyActor",
     "haproxy": "haproxy",
     "controller": "ServeController",

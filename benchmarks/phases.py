@@ -27,7 +27,7 @@ from benchmarks.latency import quantiles, summary, window
 from benchmarks.steering import Steering
 from benchmarks.targets import Chats, Clients, Seen, now
 from deployments.balancer import STALE
-from engine.engine import EngineStats
+from engine.stats import EngineStats
 
 RATES = {"8b": 20.0, "0.6b": 60.0, "demo": 60.0}
 """Requests a second for each replica, in the comparison of policies."""
@@ -138,11 +138,10 @@ class Phases:
         yield first, last, task
         await task
 
-    async def http(self, replicas: int, routers: int, ingress: str, switch_ms: float | None = None) -> None:
+    async def http(self, replicas: int, routers: int, ingress: str) -> None:
         """As many streams as `replicas` engines have rows, all of them busy."""
         a = self.args
         Steering(replicas=replicas).apply()
-        await self.fleet.ask("switch", (switch_ms or 5.0) / 1e3)
         urls = await asyncio.to_thread(self.fleet.urls, ingress)
         if ingress == "direct":
             if len(urls) < routers:
@@ -166,7 +165,6 @@ class Phases:
             "http",
             self.shape,
             **found | {"replicas": replicas, "router_replicas": routers, "ingress": ingress},
-            switch_ms=switch_ms,
             scaling=rate / one if one else None,
             http_cost=1 - rate / bare if bare else None,
             streams=chats.streams,
@@ -210,7 +208,7 @@ class Phases:
         write(a, "routing", self.shape, **figures, policy=policy, rate=rate)
 
     async def flame(self) -> None:
-        """Where a Router and a replica spend their time under full load, as flame graphs."""
+        """Where a Router, a replica and its engine spend their time under full load, as flame graphs."""
         a = self.args
         Steering().apply()
         pids: dict[str, int] = {}
@@ -221,7 +219,7 @@ class Phases:
         a.flame.mkdir(parents=True, exist_ok=True)
         recording = []
         async with self.load(self.chats(a.streams * a.replicas[-1]), urls, seconds + 1):
-            for kind in ("router", "replica"):
+            for kind in ("router", "replica", "engine"):
                 path = a.flame / f"{a.name}-{self.shape}-{kind}.svg"
                 options = f"record -p {pids[kind]} -d {seconds - 1} -r 100 --nonblocking -o".split()
                 recording.append(
@@ -302,9 +300,6 @@ class Phases:
         if "http" in a.phases:
             for replicas in a.replicas:
                 await self.phase("http", each, partial(self.http, replicas, a.routers, a.ingress))
-        if "switch" in a.phases:
-            await self.phase("http", each, partial(self.http, most, a.routers, a.ingress, 0.5))
-            await self.fleet.ask("switch", 5e-3)
         if "routing" in a.phases and most > 1:
             for tokens in (False, True):
                 await self.phase("routing", 2.5 * a.seconds + 3, partial(self.routing, tokens))

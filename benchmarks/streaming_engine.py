@@ -15,8 +15,9 @@ from deployments.execution import Executor
 from deployments.replica import EngineReplica
 from deployments.submission import Submission
 from deployments.tape import Record
-from engine.engine import AsyncEngine, EngineStats
+from engine.process import EngineProcess
 from engine.request import FinishReason, Output, Request
+from engine.stats import EngineStats
 
 
 @dataclass(slots=True)
@@ -48,7 +49,9 @@ class PacedEngine:
     def pace(self, interval: float, batch: int) -> None:
         self._interval, self._batch, self.emitted = interval, batch, []
 
-    def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
+    async def submit(
+        self, request: Request, sink: Callable[[Output], None], *, promised: bool = False
+    ) -> None:
         self._waiting.append(_Running(request, sink))
         if len(self._waiting) == self._batch:
             running, self._waiting = self._waiting, []
@@ -58,7 +61,7 @@ class PacedEngine:
         """It runs to its end all the same."""
 
     def stats(self) -> EngineStats:
-        none: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"finished": {}}
+        none: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0) | {"finished": {}}
         return EngineStats(**none)
 
     def _run(self, running: list[_Running]) -> None:
@@ -93,14 +96,14 @@ class PacedReplica(EngineReplica):
     ) -> None:
         self._model = model
         self._paced = PacedEngine(words, context_length)
-        self._engine = cast(AsyncEngine, self._paced)
+        self._engine = cast(EngineProcess, self._paced)
         self._executor = Executor(self._paced, serve.get_replica_context().replica_id.unique_id, model)
 
     async def items(self, submission: Submission) -> AsyncIterator[Record]:
         """The same tokens, each as an item of this stream."""
         outputs: asyncio.Queue[Output] = asyncio.Queue()
         request = Request(str(submission.request), submission.prompt, submission.sampling)
-        self._paced.submit(request, outputs.put_nowait)
+        await self._paced.submit(request, outputs.put_nowait)
         reason = None
         while reason is None:
             output = await outputs.get()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from opentelemetry.trace import Span, Tracer
 
@@ -15,9 +15,7 @@ from deployments.tape import Address, Key, Record, Tape, TapeLost
 from deployments.tape_meter import TapeMeter
 from deployments.tracing import received, tracer_to
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
-
-if TYPE_CHECKING:
-    from engine.engine import EngineStats  # imports torch
+from engine.stats import EngineStats
 
 
 class Engine(Protocol):
@@ -27,7 +25,9 @@ class Engine(Protocol):
     def healthy(self) -> bool: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
-    def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None: ...
+    async def submit(
+        self, request: Request, sink: Callable[[Output], None], *, promised: bool = False
+    ) -> None: ...
     def abort(self, request_id: str, cause: str) -> None: ...
     def stats(self) -> EngineStats: ...
 
@@ -79,10 +79,11 @@ class Executor:
             return self._refuse("lost", str(error))
         if tape.moving:
             return self._refuse("moved", "the Router wants nothing more from this replica")
-        failure = ""
+        failure, begun = "", False
 
         def put(output: Output) -> None:
-            nonlocal failure
+            nonlocal failure, begun
+            begun = True
             position, tokens, reason = output.position, output.tokens, output.finish_reason
             if position == first and tokens:
                 span.add_event("first token")
@@ -95,17 +96,18 @@ class Executor:
             tape.put(Record(*key, position, list(tokens), reason, output.error, request.num_cached))
 
         try:
-            self._engine.submit(request, put, promised=submission.promised)
+            with tape.delivery(key) as delivered:
+                await self._engine.submit(request, put, promised=submission.promised)
+                if not begun:
+                    tape.put(Record(*key, first, []))  # it is in
+                self._tell_others(submission)
+                await delivered
         except QueueFull as error:
             return self._refuse("full", str(error), retry_after=error.retry_after)
         except EngineUnavailable as error:
             return self._refuse("unavailable", str(error))
         except RequestError as error:
             return self._refuse("invalid", str(error), error.field)
-        tape.put(Record(*key, first, []))  # it is in
-        self._tell_others(submission)
-        try:
-            await tape.delivery(key)
         except TapeLost as error:
             self._engine.abort(request.id, "tape_lost")
             return self._refuse("lost", str(error))

@@ -17,8 +17,8 @@ from deployments.metrics import Recorder
 from deployments.tape_meter import TapeMeter
 from engine import metrics as m
 from engine.config import EngineConfig
-from engine.engine import EngineStats
-from engine.timeline import PHASES, StepTimes, Timeline
+from engine.stats import EngineStats, Reading
+from engine.timeline import PHASES, StepTimes, Totals
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ PERIOD = 1.0
 """Seconds. Ray forgets a gauge that is not set for 20."""
 SAMPLES = 50
 """Of so many steps, waits and round trips, drawn from all, each histogram is made: 8 tapes alone have
-2,000 round trips a second, and each takes as much of the GIL as delivering a dozen tokens does."""
+2,000 round trips a second, and each takes as much of the process as delivering a dozen tokens does."""
 PORTION = 20
 """Steps recorded at once: about 0.2 ms."""
 RATES_OVER = 60.0
@@ -39,11 +39,9 @@ class Engine(Protocol):
     """What is needed of an engine here."""
 
     config: EngineConfig
-    timeline: Timeline
     device: str
 
-    def stats(self) -> EngineStats: ...
-    def queue_times(self) -> list[float]: ...
+    async def reading(self, after: int) -> Reading: ...
 
 
 class Exporter:
@@ -86,22 +84,21 @@ class Exporter:
             await asyncio.sleep(PERIOD)
 
     async def export(self) -> None:
-        stats = self._engine.stats()
+        stats, totals, queue_times, steps = await self._engine.reading(self._step)
         reading = await asyncio.to_thread(self._gpu.read) if self._gpu else None
         self._export_info()
         self._export_gpu(reading, stats.output_tokens)
-        self._export_overlap()
+        self._export_overlap(totals)
         self._export_engine(stats)
         self._export_tapes()
-        await self._spread(partial(self._record.observe, m.QUEUE), self._engine.queue_times())
+        await self._spread(partial(self._record.observe, m.QUEUE), queue_times)
         await self._spread(partial(self._record.observe, m.TAPE_ROUND_TRIP), self._tapes.round_trips())
-        steps = self._engine.timeline.steps_after(self._step)
         if steps:
             self._step = steps[-1].step
         await self._spread(self._export_step, steps)
 
     async def _spread(self, export: Callable[[T], None], items: list[T]) -> None:
-        """A few at a time: between them the event loop turns, and the engine's thread may have the GIL."""
+        """A few at a time: between them the event loop turns."""
         if len(items) > SAMPLES:
             items = random.sample(items, SAMPLES)
         for i, item in enumerate(items, 1):
@@ -158,8 +155,8 @@ class Exporter:
                 cost = self._cost_per_hour * (now - began) / 3600
                 self._record.set(m.TOKEN_COST, cost / made * 1e6)
 
-    def _export_overlap(self) -> None:
-        totals, now = self._engine.timeline.totals, self._clock()
+    def _export_overlap(self, totals: Totals) -> None:
+        now = self._clock()
         active, (work, hidden) = totals.active - self._active, self._work
         # A step counts when it is collected, so one that began earlier may exceed the time since.
         self._record.set(m.GPU_ACTIVE_RATIO, min(active / max(now - self._time, 1e-9), 1.0))

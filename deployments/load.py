@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from engine.engine import EngineStats  # imports torch, which a Router does without
+from engine.stats import EngineStats
 
 SMOOTHING = 2.0
 """Seconds of work after which a change of speed is known to about two thirds."""

@@ -1,4 +1,4 @@
-"""EngineReplica: one engine behind Ray Serve. Token ids in, token ids out."""
+"""EngineReplica: one engine, in a process of its own, behind Ray Serve. Token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ray import serve
 from deployments import demo_model
 from deployments.affinity import pin_to_gpu
 from deployments.autoscaling import replica_stats
-from deployments.collector import spare_collector
 from deployments.execution import Executor
 from deployments.exporter import Exporter
 from deployments.gpu import own_gpu
@@ -20,9 +19,11 @@ from deployments.metrics import ServeRecorder
 from deployments.settings import TelemetrySettings
 from deployments.submission import Refusal, Submission
 from deployments.tracing import otlp_provider, tracer_to
+from engine.collector import spare_collector
 from engine.config import EngineConfig
-from engine.engine import AsyncEngine, EngineStats
 from engine.overlap import trace_events
+from engine.process import EngineProcess
+from engine.stats import EngineStats
 
 
 class EngineReplica:
@@ -38,7 +39,7 @@ class EngineReplica:
         threads = config.cpu_threads
         if threads is None and config.device == "cpu":  # Ray has set OMP_NUM_THREADS to its `num_cpus`
             threads = len(os.sched_getaffinity(0))
-        self._engine = AsyncEngine(config.model_copy(update={"model": model, "cpu_threads": threads}))
+        self._engine = self.engine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
         name = serve.get_replica_context().replica_id.unique_id
         tracer = tracer_to(otlp_provider("EngineReplica") if telemetry.tracing else None)
@@ -54,6 +55,10 @@ class EngineReplica:
         self._exporting = asyncio.create_task(exporter.run())
         spare_collector()
 
+    def engine(self, config: EngineConfig) -> EngineProcess:
+        """The engine, not started."""
+        return EngineProcess(config)
+
     async def submit(self, submission: Submission) -> Refusal | None:
         """Run one attempt at a sequence; its tokens go on the tape of the Router that sent it.
 
@@ -66,7 +71,7 @@ class EngineReplica:
         return self._engine.context_length if model == self._model else None
 
     async def stats(self) -> EngineStats:
-        return self._engine.stats()
+        return await self._engine.ask_stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve asks every few seconds, and gives the means to `TokenPolicy`."""
@@ -74,10 +79,11 @@ class EngineReplica:
 
     async def timeline(self, steps: int) -> tuple[str, list[dict[str, Any]]]:
         """The name of this replica, and what it did in its last steps as events of a Chrome trace."""
-        recording = self._engine.timeline.recent(steps)
+        recording = await self._engine.recent(steps)
         return self._name, trace_events(recording, f"EngineReplica {self._name}")
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica whose check raises."""
+        """Ray Serve replaces a replica whose check raises, or takes too long."""
         if not self._engine.healthy:
             raise RuntimeError(f"the engine failed: {self._engine.failure}")
+        await self._engine.ask_stats()

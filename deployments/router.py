@@ -17,7 +17,6 @@ from deployments import demo_model
 from deployments.api import Api
 from deployments.api_keys import read_keys
 from deployments.balancer import balancer_of
-from deployments.collector import spare_collector
 from deployments.generation import Dispatcher
 from deployments.logs import join_serve_logs
 from deployments.metrics import ServeRecorder
@@ -28,9 +27,10 @@ from deployments.submission import Refusal, Submission
 from deployments.telemetry import Telemetry
 from deployments.text import Tokenizer
 from deployments.tracing import otlp_provider, tracer_to
+from engine.collector import spare_collector
 
 if TYPE_CHECKING:
-    from deployments.replica import EngineReplica  # imports torch, which a Router does without
+    from deployments.replica import EngineReplica
 
 logger = logging.getLogger(__name__)
 

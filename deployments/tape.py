@@ -10,8 +10,8 @@ lost peer is a closed connection.
 
 Every frame of a replica tells its load, too.
 
-A frame is a big-endian uint32 length and as many bytes of MessagePack; the first one is the
-Router's secret and the name of the replica, and no MessagePack.
+A frame (engine/frames.py) is MessagePack; the first one is the Router's secret and the name of the
+replica, and no MessagePack.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import os
 import secrets
 import socket
 import ssl
-import struct
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import TypeAlias, cast
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import msgspec
 
 from deployments.load import Load
 from deployments.tape_meter import TapeMeter
+from engine.frames import LENGTH, Frames
 from engine.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 Key: TypeAlias = tuple[int, int]
 """(request, attempt): the Router counts both."""
 
-_LENGTH = struct.Struct("!I")
 _MAX_HELLO = 256  # bytes that a peer may send before it has shown that it belongs here
 _CONNECT_TIMEOUT = 10.0  # seconds
 
@@ -104,16 +104,11 @@ def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
     return context
 
 
-class _Connection(asyncio.Protocol):
-    """Frames over a socket, with death of the peer's host noticed."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self.max_frame = 2**32
+class _Connection(Frames):
+    """Frames over TCP, with death of the peer's host noticed."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (  # silence for 10 + 4 × 5 s, or 30 s without an acknowledgement
@@ -124,38 +119,6 @@ class _Connection(asyncio.Protocol):
         ):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-    def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) >= start + _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > self.max_frame:
-                logger.warning("closed a tape: a frame of %d bytes is not expected here", length)
-                return self.close()
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
-                break
-            payload = bytes(memoryview(buffer)[start + _LENGTH.size : end])
-            start = end
-            try:
-                self.frame_received(payload)
-            except msgspec.DecodeError as error:
-                logger.warning("closed a tape: %s", error)
-                return self.close()
-        del buffer[:start]
-
-    def frame_received(self, payload: bytes) -> None:
-        raise NotImplementedError
-
-    def send(self, payload: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(_LENGTH.pack(len(payload)) + payload)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
 
 
 class Tape(_Connection):
@@ -219,15 +182,21 @@ class Tape(_Connection):
         tape.send(address.secret + replica.encode())
         return tape
 
-    async def delivery(self, key: Key) -> None:
-        """Return when the Router has the last record of `key`. Raises `TapeLost` if it never will."""
+    @contextmanager
+    def delivery(self, key: Key) -> Iterator[asyncio.Future[None]]:
+        """Within it, what it gives is done when the Router has the last record of `key`.
+
+        Raises `TapeLost`, as the future does, if it never will.
+        """
         if self._transport is None:
             raise TapeLost("the Router is gone")
         future = self._delivered[key] = self._loop.create_future()
         try:
-            await future
+            yield future
         finally:
-            self._delivered.pop(key, None)
+            if future.done() and not future.cancelled():
+                future.exception()  # nobody may have waited for it
+            del self._delivered[key]
             self._close_if_left()
 
     def put(self, record: Record) -> None:
@@ -270,7 +239,7 @@ class Tape(_Connection):
         load = self._load(bool(self._outstanding))  # the last frame for a while, maybe
         frame = self._encode(Frame(load, records, list(self._prefixes)))
         self.send(frame)
-        self._meter.sent(self, _LENGTH.size + len(frame), len(records))
+        self._meter.sent(self, LENGTH.size + len(frame), len(records))
         self._prefixes.clear()
 
     def frame_received(self, payload: bytes) -> None:
@@ -383,7 +352,7 @@ class _Reader(_Connection):
                 logger.warning("closed a tape: its secret is not ours")
                 return self.close()
             self._replica = payload[len(secret) :].decode(errors="replace")
-            self.max_frame = 2**32
+            self.max_frame = 2**32 - 1
             return self.ask_back()
         frame = self._decode(payload)
         self._listener._observe(self._replica, frame.load, frame.prefixes)

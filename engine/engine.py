@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -24,36 +23,13 @@ from engine.model import PagedModel
 from engine.request import EngineUnavailable, FinishReason, Output, Request, RequestError, State
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from engine.timeline import Timeline
+from engine.stats import EngineStats, Reading
+from engine.timeline import Recording, Timeline
 
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Output], None]
 Command = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot. Blocks leave out the scratch block; totals count from the start."""
-
-    running: int
-    waiting: int
-    prefill_tokens: int
-    """Of running and waiting requests, known and not computed yet."""
-    rows_free: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_owned: int
-    steps: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    wasted_tokens: int
-    preemptions: int
-    admitted: int
-    finished: dict[str, int]
-    aborted: dict[str, int] = field(default_factory=dict)
-    """Those that finished with `abort`, by cause."""
 
 
 class AsyncEngine:
@@ -212,10 +188,16 @@ class AsyncEngine:
             aborted=dict(self._aborted),
         )
 
-    def queue_times(self) -> list[float]:
-        """Seconds that requests waited for their first row, each given out once."""
-        times = self._scheduler.counters.queue_times
-        return [times.popleft() for _ in range(len(times))]
+    async def reading(self, after: int) -> Reading:
+        """What is to be exported, of steps those after step `after`."""
+        waited = self._scheduler.counters.queue_times
+        times = [waited.popleft() for _ in range(len(waited))]
+        timeline = self.timeline
+        return Reading(self.stats(), timeline.totals, times, timeline.steps_after(after))
+
+    async def recent(self, steps: int) -> Recording:
+        """The last steps, and the host's phases around them."""
+        return self.timeline.recent(steps)
 
     # The engine's thread
 

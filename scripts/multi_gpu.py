@@ -48,7 +48,7 @@ INGRESS = {
     "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"},
 }
 INGRESS["direct"] = INGRESS["haproxy"]  # Routers that can be reached past HAProxy, too
-PHASES = ["bare", "http", "switch", "routing", "ingress", "kill"]
+PHASES = ["bare", "http", "routing", "ingress", "kill"]
 
 
 def settings(args: argparse.Namespace, shape: str, folder: Path) -> Any:

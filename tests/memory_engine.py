@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from engine.engine import EngineStats
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
+from engine.stats import EngineStats
 
 VOCABULARY = 94
 EOS = 0
@@ -41,7 +41,9 @@ class MemoryEngine:
     def healthy(self) -> bool:
         return self.failure is None
 
-    def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
+    async def submit(
+        self, request: Request, sink: Callable[[Output], None], *, promised: bool = False
+    ) -> None:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         if len(self.running) >= self.capacity and not promised:
@@ -72,7 +74,7 @@ class MemoryEngine:
             sink(Output(request, len(output) - 1, (token,), reason))
 
     def stats(self) -> EngineStats:
-        none: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0) | {"finished": {}}
+        none: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0) | {"finished": {}}
         return EngineStats(**none | {"running": len(self.running)})
 
     def fail(self, why: str) -> None:

@@ -248,7 +248,9 @@ async def test_a_choice_refused_after_others_have_tokens_is_still_a_status(token
 
 async def test_a_full_engine_says_how_long_it_will_take(tokenizer: Tokenizer) -> None:
     class Full(MemoryEngine):
-        def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
+        async def submit(
+            self, request: Request, sink: Callable[[Output], None], *, promised: bool = False
+        ) -> None:
             raise QueueFull("no room", retry_after=6.2)
 
     async with serving(tokenizer, Full()) as server:
@@ -316,8 +318,10 @@ async def test_cached_tokens_are_those_that_no_answer_to_a_prompt_had_to_compute
     tokenizer: Tokenizer,
 ) -> None:
     class Caching(MemoryEngine):
-        def submit(self, request: Request, sink: Callable[[Output], None], *, promised: bool = False) -> None:
-            super().submit(request, sink, promised=promised)
+        async def submit(
+            self, request: Request, sink: Callable[[Output], None], *, promised: bool = False
+        ) -> None:
+            await super().submit(request, sink, promised=promised)
             request.num_cached = 3 + request.sampling.seed
 
     asked: dict[str, Any] = {"model": "demo", "prompt": ["abcdefgh", "ijklmnopq"], "n": 2, "max_tokens": 3}

@@ -27,8 +27,8 @@ from benchmarks.ports import free_port
 from deployments.balancer import Balancer
 from deployments.generation import Dispatcher, Generation
 from deployments.tape import Record
-from engine.engine import EngineStats
 from engine.request import FinishReason, SamplingParams
+from engine.stats import EngineStats
 from tests import small_tokenizers, tiny_models
 
 pytestmark = [
@@ -499,7 +499,7 @@ async def test_1000_connections_that_leave(pair: Pair) -> None:
 
 
 def count_admitted(replica: Any) -> int:
-    """Runs in the replica."""
+    """Runs in the replica: of those whose first token has come."""
     admitted: int = replica._replica_impl._user_callable_wrapper._callable._engine.stats().admitted
     return admitted
 

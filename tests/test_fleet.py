@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.serve.request_router import PendingRequest
 
 from benchmarks.fleet import MeasuredReplica, in_time
 from benchmarks.latency import window
+from benchmarks.lone import LonePacedEngine
 from benchmarks.paced import PACES, Pace, PacedEngine
 from benchmarks.phases import Phases
 from benchmarks.report import make
@@ -26,6 +28,7 @@ from deployments.tape import Address
 from deployments.text import Tokenizer
 from engine.config import EngineConfig
 from engine.plan import scratch_plan
+from engine.process import EngineProcess
 from engine.request import Request, SamplingParams
 
 FAST = Pace(1e-4, 0.0, 0.0)
@@ -100,7 +103,9 @@ async def test_streams_are_kept_busy(model: str) -> None:
 
 async def test_a_replica_runs_its_engine_alone_and_tells_of_its_steps(model: str) -> None:
     replica: Any = MeasuredReplica.__new__(MeasuredReplica)
-    replica._engine, replica._name = await started(model), "b"
+    config = EngineConfig(model=model, num_blocks=200, max_tokens_per_step=256)
+    replica._engine, replica._name = EngineProcess(config, partial(LonePacedEngine, pace=FAST)), "b"
+    await replica._engine.start()
     try:
         chats, begin = Chats(8, 20, 10, 1000), now() + 1  # before it begins, garbage is collected
         assert await replica.bare(["a"], chats, begin, 0.1, 1) is None

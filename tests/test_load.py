@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.load import Load, LoadMeter
-from engine.engine import EngineStats
+from engine.stats import EngineStats
 
 
 class Meter:
@@ -16,7 +16,7 @@ class Meter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr("deployments.load.time.monotonic", lambda: self.now)
-        self.stats: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
+        self.stats: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0)
         self._meter = LoadMeter(lambda: EngineStats(**self.stats | {"finished": {}}))
 
     def after(self, seconds: float, anew: bool = False, **stats: int) -> Load:

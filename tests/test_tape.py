@@ -95,7 +95,11 @@ async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Add
 
 
 def follow(tape: Tape, request: int, attempt: int = 0) -> asyncio.Task[None]:
-    return asyncio.create_task(tape.delivery((request, attempt)))
+    async def wait() -> None:
+        with tape.delivery((request, attempt)) as delivered:
+            await delivered
+
+    return asyncio.create_task(wait())
 
 
 async def dial(address: Address) -> Peer:
@@ -183,7 +187,7 @@ async def test_frames_survive_any_fragmentation() -> None:
         peer.writer.write(raw)  # and all in one piece
         peer.writer.close()
         with pytest.raises(TapeLost):
-            await tape.delivery((9, 9))
+            await follow(tape, 9, 9)
         assert aborts == [(n, n) for n in range(5)] * 2
 
 
@@ -196,7 +200,7 @@ async def test_a_lost_router_is_told_to_all_who_wait() -> None:
             with pytest.raises(TapeLost):
                 await future
         with pytest.raises(TapeLost):
-            await tape.delivery((2, 0))
+            await follow(tape, 2)
         tape.put(Record(2, 0, 0, [1]))  # goes nowhere, harms nothing
 
 

@@ -1,0 +1,43 @@
+"""What an engine tells of itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from engine.timeline import StepTimes, Totals
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot. Blocks leave out the scratch block; totals count from the start."""
+
+    running: int
+    waiting: int
+    prefill_tokens: int
+    """Of running and waiting requests, known and not computed yet."""
+    rows_free: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_owned: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    wasted_tokens: int
+    preemptions: int
+    admitted: int
+    finished: dict[str, int]
+    aborted: dict[str, int] = {}
+    """Those that finished with `abort`, by cause."""
+
+
+class Reading(NamedTuple):
+    """All that is exported, as it was at one moment."""
+
+    stats: EngineStats
+    totals: Totals
+    queue_times: list[float]
+    """Seconds that requests waited for their first row, each given out once."""
+    steps: list[StepTimes]
+    """Those kept that came after the step asked for, oldest first."""

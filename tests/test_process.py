@@ -1,0 +1,254 @@
+"""An engine in a process of its own is the same engine, and neither process outlives what it is for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import AsyncEngine
+from engine.probe import ModelError
+from engine.process import EngineProcess
+from engine.request import (
+    EngineUnavailable,
+    FinishReason,
+    Output,
+    QueueFull,
+    Request,
+    RequestError,
+    SamplingParams,
+)
+from tests.tiny_models import tiny_model
+
+PROMPTS = [[3, 1, 4, 1, 5], list(range(1, 80)), [9, 2, 6], [7] * 30]
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+def config(**changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": str(tiny_model("llama")[1]),
+        "device": "cpu",
+        "dtype": "float32",
+        "max_running_requests": 4,
+        "max_tokens_per_step": 64,
+        "num_blocks": 200,
+        "cpu_threads": 1,
+    }
+    return EngineConfig(**settings | changes)
+
+
+class Breaking(AsyncEngine):
+    """Its loop can be broken from outside, and so can its process."""
+
+    def break_loop(self) -> None:
+        def broken() -> None:
+            raise ZeroDivisionError("it broke")
+
+        self._inbox.put(broken)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def complain(self, what: str) -> None:
+        logging.getLogger("engine.tests").warning("not good: %s", what, extra={"why": "a test"})
+
+    def raise_odd(self) -> None:
+        class Odd(Exception):
+            """Of a class that nobody else can import."""
+
+        raise Odd("local")
+
+
+@asynccontextmanager
+async def running(**changes: Any) -> AsyncIterator[EngineProcess]:
+    engine = EngineProcess(config(**changes), Breaking)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        assert engine._process is not None and engine._process.poll() is not None
+        assert not engine.healthy and not engine._live
+
+
+class Reader:
+    """Takes the outputs of one request."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Output] = []
+        self.began = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    def __call__(self, output: Output) -> None:
+        self.outputs.append(output)
+        self.began.set()
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.tokens]
+
+
+async def asked(engine: EngineProcess, request: Request) -> Reader:
+    reader = Reader()
+    await engine.submit(request, reader)
+    return reader
+
+
+async def test_the_same_tokens_as_in_this_process() -> None:
+    sampled = SamplingParams(max_tokens=12, seed=5, top_k=20, presence_penalty=0.5, logit_bias=((7, 3.0),))
+    here = AsyncEngine(config())
+    await here.start()
+    wanted: list[list[int]] = []
+    for i, prompt in enumerate(PROMPTS):
+        wanted.append([t async for o in here.generate(Request(f"{i}", prompt, sampled)) for t in o.tokens])
+    await here.stop()
+    async with running() as engine:
+        assert (engine.context_length, engine.vocab_size) == (here.context_length, here.vocab_size)
+        assert (engine.eos_token_ids, engine.device) == (here.eos_token_ids, "cpu")
+        requests = [Request(f"{i}", prompt, sampled) for i, prompt in enumerate(PROMPTS)]
+        readers = await asyncio.gather(*(asked(engine, request) for request in requests))
+        await asyncio.gather(*(reader.ended.wait() for reader in readers))
+        assert [reader.tokens for reader in readers] == wanted
+        assert [output.position for output in readers[0].outputs] == list(range(12))
+        resumed = await asked(engine, Request("again", PROMPTS[1], sampled, generated=wanted[1][:5]))
+        await resumed.ended.wait()
+        assert resumed.tokens == wanted[1][5:]
+        assert resumed.outputs[0].position == 5
+        assert resumed.outputs[-1].request.num_cached == 79  # the whole prompt, in blocks with what followed
+        stats = await engine.ask_stats()
+        assert stats == engine.stats()
+        assert stats.output_tokens == 12 * 4 + 7 and stats.finished == {"length": 5}
+        reading = await engine.reading(stats.steps - 3)
+        assert len(reading.steps) == 2 and len(reading.queue_times) == 5
+        assert reading.totals.decodes == stats.output_tokens - 5
+        assert len((await engine.recent(4)).steps) == 4
+
+
+async def test_refusals_are_those_of_the_engine() -> None:
+    async with running(max_running_requests=1, max_waiting_requests=1) as engine:
+        with pytest.raises(RequestError) as refused:
+            await asked(engine, Request("bad", [engine.vocab_size]))
+        assert refused.value.field == "prompt"
+        reader = await asked(engine, Request("one", PROMPTS[0], LONG))
+        with pytest.raises(RequestError, match="is running") as refused:
+            await asked(engine, Request("one", PROMPTS[0], LONG))
+        assert refused.value.field == "id"
+        await asked(engine, Request("two", PROMPTS[0], LONG))
+        with pytest.raises(QueueFull):
+            await asked(engine, Request("three", PROMPTS[0], LONG))
+        engine.abort("one", "unwanted")
+        await reader.ended.wait()
+        assert reader.outputs[-1].finish_reason is FinishReason.ABORT
+        assert (await engine.ask_stats()).aborted == {"unwanted": 1}
+
+
+async def test_whoever_leaves_while_submitting_is_aborted() -> None:
+    async with running() as engine:
+        left = asyncio.create_task(asked(engine, Request("left", PROMPTS[0], LONG)))
+        await asyncio.sleep(0)  # it is on its way
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        reader = await asked(engine, Request("next", PROMPTS[0], SamplingParams(max_tokens=3)))
+        await reader.ended.wait()
+        while (await engine.ask_stats()).running:
+            await asyncio.sleep(0.01)
+        assert (await engine.ask_stats()).aborted == {"cancelled": 1}
+        assert not engine._live
+
+
+async def test_a_reader_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(output: Output) -> None:
+        raise ZeroDivisionError("mine")
+
+    async with running() as engine:
+        await engine.submit(Request("failing", PROMPTS[0], LONG), failing)
+        reader = await asked(engine, Request("good", PROMPTS[0], SamplingParams(max_tokens=20)))
+        await reader.ended.wait()
+        while (await engine.ask_stats()).running:
+            await asyncio.sleep(0.01)
+        assert (await engine.ask_stats()).aborted == {"reader_failed": 1}
+    assert "the reader of request failing failed" in caplog.text
+
+
+@pytest.mark.parametrize(("how", "why"), [("break_loop", "it broke"), ("die", "exit code -9")])
+async def test_an_engine_that_breaks_fails_its_requests(how: str, why: str) -> None:
+    async with running() as engine:
+        reader = await asked(engine, Request("a", PROMPTS[0], LONG))
+        await reader.began.wait()
+        healthy: list[bool] = []
+        await engine.submit(Request("b", PROMPTS[2], LONG), lambda _: healthy.append(engine.healthy))
+        if how == "die":
+            with pytest.raises(EngineUnavailable, match=why):
+                await engine.call("die")
+        else:
+            await engine.call("break_loop")
+        await reader.ended.wait()
+        assert reader.outputs[-1].finish_reason is FinishReason.ERROR
+        assert why in (reader.outputs[-1].error or "") and why in (engine.failure or "")
+        assert not engine.healthy and healthy[-1] is False
+        with pytest.raises(EngineUnavailable, match=why):
+            await asked(engine, Request("late", PROMPTS[0]))
+
+
+async def test_what_goes_wrong_at_the_start_is_raised() -> None:
+    engine = EngineProcess(config(model="/nowhere/at-all"))
+    with pytest.raises(ModelError, match="nowhere"):
+        await engine.start()
+    assert not engine.healthy and engine._process is not None and engine._process.poll() is not None
+    with pytest.raises(EngineUnavailable, match="nowhere"):
+        await asked(engine, Request("a", PROMPTS[0]))
+    with pytest.raises(RuntimeError, match="starts once"):
+        await engine.start()
+
+
+async def test_it_logs_here(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    async with running() as engine:
+        assert "sizing the cache took" in caplog.text  # the start's progress
+        await engine.call("complain", "this")
+        with pytest.raises(RuntimeError, match="Odd: local"):
+            await engine.call("raise_odd")
+    record: Any = next(each for each in caplog.records if each.name == "engine.tests")
+    assert (record.getMessage(), record.why, record.levelno) == ("not good: this", "a test", logging.WARNING)
+    assert record.process != os.getpid()
+
+
+def test_it_ends_with_whoever_started_it() -> None:
+    program = textwrap.dedent("""
+        import asyncio, os, signal
+        from engine.process import EngineProcess
+        from engine.request import Request, SamplingParams
+        from tests.test_process import LONG, config
+
+        async def main():
+            engine = EngineProcess(config(max_running_requests=1))
+            await engine.start()
+            await engine.submit(Request("a", [1], LONG), print)
+            print("pid", engine.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        asyncio.run(main())
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid = int(done.stdout.split("pid ")[1].split()[0])
+    try:
+        orphan = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    psutil.wait_procs([orphan], timeout=60)
+    assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
