@@ -272,13 +272,16 @@ def test_compiled_layouts(heads: int, kv_heads: int, norms: bool) -> None:
 
 @pytest.mark.gpu
 @needs_compiler
+@pytest.mark.parametrize("most", [triton_backend.MAX_FRESH, 0])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (8, 4, 256), (14, 2, 64)]
 )
-def test_compiled_decodes_see_what_they_have_just_written(
-    heads: int, kv_heads: int, head_dim: int, window: int | None
+def test_compiled_decodes_see_what_has_just_been_written(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, head_dim: int, window: int | None, most: int
 ) -> None:
+    """By themselves, or by the kernel before them, which they do not let end before they start."""
+    monkeypatch.setattr(triton_backend, "MAX_FRESH", most)
     step = random_step(
         [(1, 1), (2, 1), (64, 1), (65, 1), (500, 1), (3000, 1), (9000, 1)] * 4,
         num_decodes=28,
