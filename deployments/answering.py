@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+
+import msgspec
 
 from deployments.generation import Dispatcher, Generation
 from deployments.responses import Usage
@@ -14,8 +15,7 @@ from engine.detokenizer import Detokenizer
 from engine.request import FinishReason, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What is new of one choice."""
 
     index: int
@@ -78,6 +78,7 @@ class Answering:
     ) -> None:
         self._dispatcher = dispatcher
         self._grown: set[int] = set()
+        self._loop = asyncio.get_running_loop()
         self._news: asyncio.Future[None] | None = None
         self.choices: list[Choice] = []
         for prompt, samplings in prompts:
@@ -99,21 +100,22 @@ class Answering:
             if choice.generation.refusal is not None:
                 raise Refused(choice.generation.refusal)
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, as often as there is something new. Raises `Refused`."""
-        while self._open:
-            if not self._grown:
-                self._news = asyncio.get_running_loop().create_future()
-                await self._news
-            grown = sorted(self._grown & self._open)
-            self._grown.clear()
-            deltas = [self.choices[index].read() for index in grown]
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    self._end(delta.index, delta.finish_reason)
+    async def news(self) -> list[Delta]:
+        """Wait until there is something new; nothing once all have ended. Raises `Refused`."""
+        if not self._open:
+            return []
+        if not self._grown:
+            self._news = self._loop.create_future()
+            await self._news
+        grown = sorted(self._grown)
+        self._grown.clear()
+        deltas = [self.choices[index].read() for index in grown]
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._end(delta.index, delta.finish_reason)
                 if delta.finish_reason is FinishReason.TIMEOUT and not self._has_tokens:
                     raise Refused(TOO_LATE)
-            yield deltas
+        return deltas
 
     def usage(self) -> Usage:
         """Token counts; a prompt counts once, whatever the number of its answers."""

@@ -56,6 +56,17 @@ RETRY_AFTER = "1"
 """Seconds, where the engine that refuses has not measured how long it will take."""
 
 
+_SEND = "stepahead.send"
+
+
+class _App(FastAPI):
+    """Lets a response have the `send` that comes from outside, with nothing of the framework around it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
 class EventStream(StreamingResponse):
     """Server-sent events. However the connection ends, `close` is called then."""
 
@@ -67,9 +78,16 @@ class EventStream(StreamingResponse):
         try:
             # In a task of its own, or each token resumes the dozen of the framework's frames around this
             # one. Ray Serve cancels it when the client leaves.
-            await asyncio.create_task(self.stream_response(send))
+            await asyncio.create_task(self._write(send, scope[_SEND]))
         finally:
             self._close()
+
+    async def _write(self, send: Send, outer: Send) -> None:
+        # What the framework wraps around `send` looks at the first and the last message only.
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for piece in self.body_iterator:
+            await outer({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Api:
@@ -99,7 +117,7 @@ class Api:
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, redirect_slashes=False)
+        app = _App(openapi_url=None, redirect_slashes=False)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/completions", self.complete, methods=["POST"])
         app.add_api_route("/v1/models", self.list_models, methods=["GET"])
@@ -186,14 +204,13 @@ class Api:
         chat = isinstance(request, ChatRequest)
         streams = False
         try:
-            deltas = answering.deltas()
             if not request.stream:
-                return _json(await _whole(WholeAnswer(self._model, chat), answering, deltas))
+                return _json(await _whole(WholeAnswer(self._model, chat), answering))
             await answering.admitted()  # it decides on the status: an error must not come inside a 200
-            first = await anext(deltas)
+            first = await answering.news()
             answer = StreamedAnswer(self._model, chat, request.include_usage, len(answering.choices))
             streams = True
-            return EventStream(_events(answer, answering, first, deltas), answering.close)
+            return EventStream(_events(answer, answering, first), answering.close)
         except Refused as error:
             raise _api_error(error.refusal, chat) from None
         finally:
@@ -201,10 +218,10 @@ class Api:
                 answering.close()
 
 
-async def _whole(answer: WholeAnswer, answering: Answering, deltas: AsyncIterator[list[Delta]]) -> bytes:
+async def _whole(answer: WholeAnswer, answering: Answering) -> bytes:
     texts: list[list[str]] = [[] for _ in answering.choices]
     reasons = [FinishReason.STOP] * len(texts)
-    async for news in deltas:
+    while news := await answering.news():
         for delta in news:
             texts[delta.index].append(delta.text)
             if delta.finish_reason is not None:
@@ -216,12 +233,10 @@ async def _whole(answer: WholeAnswer, answering: Answering, deltas: AsyncIterato
     return answer.body(choices, answering.usage())
 
 
-async def _events(
-    answer: StreamedAnswer, answering: Answering, news: list[Delta], deltas: AsyncIterator[list[Delta]]
-) -> AsyncIterator[bytes]:
+async def _events(answer: StreamedAnswer, answering: Answering, news: list[Delta]) -> AsyncIterator[bytes]:
     yield b"".join(answer.start(index) for index in range(len(answering.choices)))
     try:
-        while True:
+        while news:
             events = []
             for delta in news:
                 events.append(answer.delta(delta.index, delta.text))
@@ -229,8 +244,7 @@ async def _events(
                     events.append(answer.finish(delta.index, finish_reason(reason), stop_reason(reason)))
             if piece := b"".join(events):
                 yield piece
-            news = await anext(deltas)
-    except StopAsyncIteration:
+            news = await answering.news()
         yield answer.usage(answering.usage()) + DONE
     except Refused as error:
         yield error_event(_api_error(error.refusal, answer.chat))
