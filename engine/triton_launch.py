@@ -41,19 +41,6 @@ def await_previous_kernel(DEPENDENT: tl.constexpr):
     await_results(DEPENDENT)
 
 
-@triton.jit
-def prefetch(pointers, mask):
-    """Ask L2 for the 128 bytes around each pointer. Whoever loads them later gets what is there by then."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, $2, 0; @wanted prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [pointers, mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 1 elsewhere, where kernels are interpreted one program after the other."""

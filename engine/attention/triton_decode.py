@@ -8,7 +8,6 @@ as they grow. The grid depends on shapes alone.
 from __future__ import annotations
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -18,13 +17,11 @@ import triton.language as tl
 from engine.attention.rotary import Rotary
 from engine.attention.triton_rotary import rotated
 from engine.attention.triton_splits import SplitScratch, max_splits
-from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, prefetch_tile, score_factors
+from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, score_factors
 from engine.triton_launch import admit_next_kernel, await_results, dependent_launch, launch_options
 
 MIN_SPLIT = 256
 """Tokens below which a further split costs more (in merging) than it gains."""
-PREFETCH = int(os.environ.get("STEPAHEAD_X_PRE", "1"))  # experiment
-"""Tiles of its split that a dependent program asks for while the kernel before its own still runs."""
 
 
 @triton.jit
@@ -91,14 +88,13 @@ def _decode_kernel(
     FRESH: tl.constexpr,
     NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     admit_next_kernel(DEPENDENT)
     head = tl.program_id(0)
     unit = tl.program_id(1)
 
-    # Before results are awaited, lengths and tables are read: copies and ordinary kernels wrote them, and no
-    # dependent kernel starts before an ordinary one that came after these. From L2, since L1 may be older.
+    # Before results are awaited, lengths are read: copies and ordinary kernels wrote them, and no dependent
+    # kernel starts before an ordinary one that came after these has ended. From L2, since L1 may be older.
     # Units of work are numbered sequence by sequence, split by split; find the one that is ours.
     sequences = tl.arange(0, PADDED_SEQUENCES)
     lengths = tl.load(context_len + sequences, mask=sequences < num_decodes, other=0, cache_modifier=".cg")
@@ -125,21 +121,6 @@ def _decode_kernel(
     last = first + num_tiles * (split + 1) // num_splits
     first += num_tiles * split // num_splits
     block_table = block_tables + sequence.to(tl.int64) * table_row
-    for ahead in tl.static_range(PREFETCH):
-        prefetch_tile(
-            key_cache + head * cache_head,
-            value_cache + head * cache_head,
-            block_table,
-            first + ahead,
-            low,
-            length - 1,  # the last token is this step's
-            cache_block,
-            cache_token,
-            HEAD_DIM,
-            PADDED_DIM,
-            BLOCK_SIZE,
-            TILE,
-        )
     await_results(DEPENDENT)
 
     row = tl.arange(0, ROWS)
@@ -392,7 +373,6 @@ def decode(
         FRESH=fresh is not None,
         NORM=normed,
         DEPENDENT=dependent,
-        PREFETCH=PREFETCH if dependent else 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(dependent),

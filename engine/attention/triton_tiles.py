@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from engine.triton_launch import prefetch
-
 LOG2_E = 1.4426950408889634
 
 
@@ -48,33 +46,6 @@ def load_pages(block_table, tile, high, BLOCK_SIZE: tl.constexpr, TILE: tl.const
     else:
         index = tile * (TILE // BLOCK_SIZE) + tl.arange(0, TILE // BLOCK_SIZE)
     return tl.load(block_table + index, mask=index * BLOCK_SIZE < high, other=0)
-
-
-@triton.jit
-def prefetch_tile(
-    key_cache,
-    value_cache,
-    block_table,
-    tile,
-    low,
-    high,
-    stride_block,
-    stride_token,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Ask L2 for what `fold_tiles` is to load of a tile, but for tokens outside [low, high)."""
-    LINE: tl.constexpr = 1024 // key_cache.dtype.element_ty.primitive_bitwidth
-    token = tile * TILE + tl.arange(0, TILE)
-    dim = LINE * tl.arange(0, (PADDED_DIM + LINE - 1) // LINE)
-    known = (token >= low) & (token < high)
-    page = tl.load(block_table + token // BLOCK_SIZE, mask=known, other=0, cache_modifier=".cg")
-    place = page.to(tl.int64) * stride_block + token % BLOCK_SIZE * stride_token
-    wanted = known[:, None] & (dim < HEAD_DIM)[None, :]
-    prefetch(key_cache + place[:, None] + dim[None, :], wanted)
-    prefetch(value_cache + place[:, None] + dim[None, :], wanted)
 
 
 @triton.jit
