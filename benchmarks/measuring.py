@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.collector import spare_collector
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
-from engine.request import Request, SamplingParams
+from engine.request import Output, Request, SamplingParams
 from engine.timeline import IDLE, PHASES, Recording, StepTimes, Timeline
 
 MOST_STEPS = 20_000
@@ -76,6 +77,7 @@ class Measured:
         begin = time.perf_counter()
         await self.engine.start()
         self.start_s = time.perf_counter() - begin
+        spare_collector()
         await self._all(prompts, min(output, 8))
 
     async def stop(self) -> None:
@@ -128,10 +130,18 @@ class Measured:
         return await asyncio.gather(*(self._tokens(prompt, output) for prompt in prompts))
 
     async def _tokens(self, prompt: list[int], n: int) -> list[int]:
+        """Read as the engine's own process reads (engine/worker.py): no task wakes for a token."""
         tokens: list[int] = []
+        ended = asyncio.get_running_loop().create_future()
+
+        def sink(output: Output) -> None:
+            tokens.extend(output.tokens)
+            if output.finish_reason is not None:
+                ended.set_result(None)
+
         sampling = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
-        async for each in self.engine.generate(Request(f"{next(self._names)}", prompt, sampling)):
-            tokens += each.tokens
+        self.engine.submit(Request(f"{next(self._names)}", prompt, sampling), sink)
+        await ended
         return tokens
 
 

@@ -37,6 +37,7 @@ def build(args: Settings) -> Application:
         ),
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
+        health_check_period_s=2,  # a death shows in the next check
         **_scale(args, config),
     )(EngineReplica)
     routers = serve.deployment(
