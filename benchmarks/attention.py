@@ -35,7 +35,7 @@ DEVICE = "cuda"
 REPLAYS = 20
 MIN_REPLAY_US = 3000
 PAGES_BYTES = 400 << 20
-"""The page sets of one case together hold at least this much: several times the L2 cache."""
+"""The page sets of one case hold at least this much, if it says no more: several times the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,9 @@ class Case:
     block_size: int = 16
     window: int | None = None
     softcap: float | None = None
+    grown: bool = False
+    """Pages in the order in which sequences that decode together take them, not shuffled."""
+    pages_bytes: int = PAGES_BYTES
 
     @property
     def kernel(self) -> str:
@@ -134,6 +137,9 @@ DECODE = (
     Case("32 x 4K, head dim 96", (4096,) * 32, head_dim=96),
     Case("32 x 4K, head dim 256", (4096,) * 32, head_dim=256, heads=16, kv_heads=4),
     Case("256 x 512, 0.6B", (512,) * 256, heads=16, kv_heads=8),
+    Case("32 x 8K, grown", (8192,) * 32, grown=True),
+    Case("32 x 8K, of 32 GiB", (8192,) * 32, pages_bytes=32 << 30),  # as much as 32 layers have
+    Case("32 x 8K, grown, of 32 GiB", (8192,) * 32, grown=True, pages_bytes=32 << 30),
 )
 PREFILL = (
     Case("8 x 2048", (2048,) * 8, 2048),
@@ -269,7 +275,7 @@ class Inputs:
         generator = torch.Generator(DEVICE).manual_seed(0)
         blocks = [-(-context // case.block_size) for context in case.contexts]
         page_bytes = 2 * case.block_size * case.kv_heads * case.head_dim * DTYPE.itemsize
-        sets = max(1, -(-PAGES_BYTES // (sum(blocks) * page_bytes)))
+        sets = max(1, -(-case.pages_bytes // (sum(blocks) * page_bytes)))
         shape = (1 + sets * sum(blocks), case.block_size, case.kv_heads, case.head_dim)
         sequences, tokens = len(case.contexts), len(case.contexts) * case.new
 
@@ -284,11 +290,14 @@ class Inputs:
         self.query_start = torch.arange(0, tokens, case.new, dtype=torch.int32, device=DEVICE)
         self.tables = torch.zeros(sets, sequences, max(blocks), dtype=torch.int32)
         pages = 1 + torch.randperm(shape[0] - 1, generator=torch.Generator().manual_seed(0)).int()
+        if case.grown:
+            pages = pages.sort().values
         taken = 0
         for table in self.tables:
-            for row, count in zip(table, blocks, strict=True):
-                row[:count] = pages[taken : taken + count]
-                taken += count
+            for column in range(max(blocks)):
+                rows = [row for row, count in enumerate(blocks) if column < count]
+                table[rows, column] = pages[taken : taken + len(rows)]
+                taken += len(rows)
         self.tables = self.tables.to(DEVICE)
 
     def calls(self, config: TileConfig | None, programs: int) -> list[Callable[[], None]]:

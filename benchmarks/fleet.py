@@ -1,106 +1,32 @@
 """The application as it is, started so that every part of it can be measured, told what to do, and killed.
 
-Beside `deployments/app.py` there are: a replica that can also run its engine without anything around
-it; the same one with an engine that only takes its time; and a choice of replicas that can be steered
-(`benchmarks/steering.py`).
+Beside `deployments/app.py` there are: a replica that can also run its engine without anything around it
+(`benchmarks/measured.py`), and a choice of replicas that can be steered (`benchmarks/steering.py`).
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import pynvml
 import ray
 from ray import serve
 
 import deployments.app
-from benchmarks.latency import window
-from benchmarks.lone import LoneEngine, LonePacedEngine
-from benchmarks.paced import PACES
+from benchmarks.measured import MeasuredReplica
 from benchmarks.steering import Steering
-from benchmarks.targets import Chats, Seen
-from deployments.replica import EngineReplica
 from deployments.settings import Settings
-from engine.config import EngineConfig
-from engine.process import EngineProcess
 
 T = TypeVar("T")
 
 APPLICATION = "fleet"
-PACE = "STEPAHEAD_FLEET_PACE"
-"""Environment variable: how much slower than a GPU engines are that only take their time; unset: real ones.
-
-The shape is the name of the model's directory.
-"""
 ANSWER = 10.0
 """Seconds in which a replica, the controller or the metrics endpoint answers a question."""
-
-
-class MeasuredReplica(EngineReplica):
-    """`EngineReplica`, with or without a device, that says what it is and runs its engine alone."""
-
-    async def __init__(self, *args: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        begin = time.perf_counter()
-        await super().__init__(*args)
-        self._start_s = time.perf_counter() - begin
-
-    def engine(self, config: EngineConfig) -> EngineProcess:
-        if pace := os.environ.get(PACE):
-            return EngineProcess(
-                config, partial(LonePacedEngine, pace=PACES[Path(config.model).name].slowed(float(pace)))
-            )
-        return EngineProcess(config, LoneEngine)
-
-    async def about(self) -> dict[str, Any]:
-        return {
-            "replica": self._name,
-            "pid": os.getpid(),
-            "start_s": self._start_s,
-            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "gpus_seen": await self._engine.call("visible_gpus"),
-            "cores": sorted(os.sched_getaffinity(0)),
-            "cores_near_gpu": _cores_near(self._engine.gpu_uuid),
-            "blocks_free": (await self.stats()).blocks_free,
-        }
-
-    async def bare(
-        self, names: Sequence[str], chats: Chats, begin: float, ramp: float, seconds: float
-    ) -> dict[str, Any] | None:
-        """The engine alone, asked from within its process. None: not of `names`."""
-        if self._name not in names:
-            return None
-        share = chats.share(list(names).index(self._name), len(names))
-        first, last = begin + ramp, begin + ramp + seconds
-        seen: list[Seen] = await self._engine.call("keep", share, begin, last)
-        found: dict[str, Any] = window(seen, first, last) | {"steps": await self.steps(first, last)}
-        return found
-
-    async def steps(self, begin: float, end: float) -> dict[str, Any] | None:
-        """The engine's steps between two times, by its own timeline; None if there was none."""
-        found: dict[str, Any] | None = await self._engine.call("steps", begin, end)
-        return found and {"replica": self._name} | found
-
-
-def _cores_near(uuid: str | None) -> list[int] | None:
-    """The cores of the GPU's own memory node, as NVML says; None if it says nothing."""
-    if uuid is None:
-        return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-        words = pynvml.nvmlDeviceGetCpuAffinity(handle, (os.cpu_count() or 1) // 64 + 1)
-    except pynvml.NVMLError:
-        return None
-    return [core for core in range(64 * len(words)) if words[core // 64] >> core % 64 & 1]
 
 
 def in_time(call: Callable[[], T], seconds: float) -> T:

@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 import ray
-import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
@@ -83,4 +82,6 @@ def _scale(args: Settings, config: EngineConfig) -> dict[str, Any]:
 def _cluster_has_gpus() -> bool:
     if ray.is_initialized():
         return bool(ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
+    import torch  # seconds that a replica, which imports this too, does without
+
     return torch.cuda.is_available()  # `serve run deployments.app:build` builds before it starts Ray

@@ -21,7 +21,6 @@ from transformers import (
 from engine.attention import LayerCache, PagedAttention, PagedBatch, PreparesBatch, get_backend
 from engine.attention.flashinfer_decode import check_flashinfer
 from engine.attention.rotary import Rotary
-from engine.compiler import compile_model
 from engine.config import EngineConfig
 from engine.probe import LayerSpec, ModelError, UnsupportedModelError, find_layers
 
@@ -122,6 +121,8 @@ class PagedModel:
 
     def compile(self) -> None:
         """Fuse what can be fused and compile the forward, at its first call."""
+        from engine.compiler import compile_model  # seconds that whoever does not compile does without
+
         self._call = compile_model(self.model, self.layers)
 
     def cache_bytes_per_block(self, block_size: int) -> int:

@@ -14,9 +14,10 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.request_router import PendingRequest
 
-from benchmarks.fleet import MeasuredReplica, in_time
+from benchmarks.fleet import in_time
 from benchmarks.latency import window
-from benchmarks.lone import LonePacedEngine
+from benchmarks.lone_engine import LonePacedEngine
+from benchmarks.measured import MeasuredReplica
 from benchmarks.paced import PACES, Pace, PacedEngine
 from benchmarks.phases import Phases
 from benchmarks.report import make

@@ -52,9 +52,9 @@ def test_decode_reads_lengths_before_it_waits_and_nothing_else(keys: str, tmp_pa
     ).stdout
     assert ptx.count("griddepcontrol.wait") == 2  # of programs without work, and of the others
     accesses = re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red|cp\.async)\.(?:\w+\.)*global\S*", ptx)
-    # The lengths and our own, from L2; the text goes on with what a program does that has work.
+    # The lengths and our own; the text goes on with what a program does that has work.
     assert accesses[0] == "griddepcontrol.launch_dependents" and accesses[3] == "griddepcontrol.wait"
-    assert all(access.startswith("ld.global.cg") for access in accesses[1:3])
+    assert all(access.startswith("ld.global") for access in accesses[1:3])
 
 
 @pytest.mark.gpu

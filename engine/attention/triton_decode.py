@@ -94,13 +94,13 @@ def _decode_kernel(
     unit = tl.program_id(1)
 
     # Before results are awaited, lengths are read: copies and ordinary kernels wrote them, and no dependent
-    # kernel starts before an ordinary one that came after these has ended. From L2, since L1 may be older.
+    # kernel starts before an ordinary one that came after these has ended, whose start emptied L1.
     # Units of work are numbered sequence by sequence, split by split; find the one that is ours.
     sequences = tl.arange(0, PADDED_SEQUENCES)
-    lengths = tl.load(context_len + sequences, mask=sequences < num_decodes, other=0, cache_modifier=".cg")
+    lengths = tl.load(context_len + sequences, mask=sequences < num_decodes, other=0)
     if not ALL:
-        starts = tl.load(query_start + sequences, mask=sequences < num_decodes, other=0, cache_modifier=".cg")
-        news = tl.load(query_len + sequences, mask=sequences < num_decodes, other=0, cache_modifier=".cg")
+        starts = tl.load(query_start + sequences, mask=sequences < num_decodes, other=0)
+        news = tl.load(query_len + sequences, mask=sequences < num_decodes, other=0)
         lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)
     tiles = _count_tiles(lengths, window, TILE, WINDOW)
     tiles_per_split = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target_splits), MIN_TILES)
@@ -111,7 +111,7 @@ def _decode_kernel(
         return
     split = unit - tl.max(tl.where(unit_end <= unit, unit_end, 0), 0)
 
-    length = tl.load(context_len + sequence, cache_modifier=".cg")
+    length = tl.load(context_len + sequence)
     num_tiles = _count_tiles(length, window, TILE, WINDOW)
     num_splits = tl.cdiv(num_tiles, tiles_per_split)
     low = 0
