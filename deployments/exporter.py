@@ -41,7 +41,7 @@ class Engine(Protocol):
     config: EngineConfig
     device: str
 
-    async def reading(self, after: int) -> Reading: ...
+    async def reading(self, after: int, most: int) -> Reading: ...
 
 
 class Exporter:
@@ -84,7 +84,7 @@ class Exporter:
             await asyncio.sleep(PERIOD)
 
     async def export(self) -> None:
-        stats, totals, queue_times, steps = await self._engine.reading(self._step)
+        stats, totals, queue_times, steps, last = await self._engine.reading(self._step, SAMPLES)
         reading = await asyncio.to_thread(self._gpu.read) if self._gpu else None
         self._export_info()
         self._export_gpu(reading, stats.output_tokens)
@@ -93,8 +93,7 @@ class Exporter:
         self._export_tapes()
         await self._spread(partial(self._record.observe, m.QUEUE), queue_times)
         await self._spread(partial(self._record.observe, m.TAPE_ROUND_TRIP), self._tapes.round_trips())
-        if steps:
-            self._step = steps[-1].step
+        self._step = last
         await self._spread(self._export_step, steps)
 
     async def _spread(self, export: Callable[[T], None], items: list[T]) -> None:

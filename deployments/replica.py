@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from typing import Any
 
@@ -25,6 +26,8 @@ from engine.overlap import trace_events
 from engine.process import EngineProcess
 from engine.stats import EngineStats
 
+logger = logging.getLogger(__name__)
+
 
 class EngineReplica:
     """What Ray Serve runs on each GPU."""
@@ -41,6 +44,7 @@ class EngineReplica:
             threads = len(os.sched_getaffinity(0))
         self._engine = self.engine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
+        self._engine.failed.add_done_callback(_leave)
         name = serve.get_replica_context().replica_id.unique_id
         tracer = tracer_to(otlp_provider("EngineReplica") if telemetry.tracing else None)
         self._executor = Executor(self._engine, name, config.model, tracer)
@@ -83,7 +87,14 @@ class EngineReplica:
         return self._name, trace_events(recording, f"EngineReplica {self._name}")
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica whose check raises, or takes too long."""
-        if not self._engine.healthy:
-            raise RuntimeError(f"the engine failed: {self._engine.failure}")
+        """Ray Serve replaces a replica whose check raises, or takes too long: the engine has to answer."""
         await self._engine.ask_stats()
+
+
+def _leave(failed: asyncio.Future[str]) -> None:
+    """End this process, so that Ray Serve replaces the replica at once, and its requests wait for that.
+
+    A replica that stayed, if only to say that it cannot serve them, would be asked in vain until then.
+    """
+    logger.error("this replica ends: %s", failed.result())
+    os._exit(1)

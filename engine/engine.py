@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +44,8 @@ class AsyncEngine:
         self.config = config
         self.failure: str | None = None
         """Why the engine broke, if it did."""
+        self.failed: asyncio.Future[str]
+        """From `start` on: done when the engine breaks, before anybody else is told. Says why."""
         self.context_length = 0
         self.vocab_size = 0
         self.eos_token_ids: tuple[int, ...] = ()
@@ -55,6 +59,7 @@ class AsyncEngine:
         self._alive = True
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._live: dict[str, tuple[Request, Sink]] = {}
+        self._taken, self._added = (0, 0), (0, 0)  # requests and their tokens: by `submit`, by the scheduler
         self._aborted: Counter[str] = Counter()
         self._backlog = Backlog(
             config.max_running_requests + config.max_waiting_requests, config.max_waiting_tokens
@@ -74,6 +79,7 @@ class AsyncEngine:
         if self._thread is not None or self._closed:
             raise RuntimeError("an engine starts once")
         self._asyncio = asyncio.get_running_loop()
+        self.failed = self._asyncio.create_future()
         ready: asyncio.Future[None] = self._asyncio.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
@@ -133,6 +139,7 @@ class AsyncEngine:
             self._backlog.check(request, len(self._live), now)
         self._backlog.add(request, now)
         self._live[request.id] = (request, sink)
+        self._taken = _with(self._taken, request)
         self._idle.clear()
         self._inbox.put(lambda: self._add(request))
 
@@ -169,10 +176,11 @@ class AsyncEngine:
         if not hasattr(self, "_scheduler"):
             raise EngineUnavailable("the engine has not started")
         scheduler, counters, blocks = self._scheduler, self._scheduler.counters, self._scheduler.counts()
+        requests, tokens = (taken - added for taken, added in zip(self._taken, self._added, strict=True))
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            prefill_tokens=scheduler.prefill_tokens,
+            waiting=len(scheduler.waiting) + requests,
+            prefill_tokens=scheduler.prefill_tokens + tokens,
             rows_free=scheduler.rows.num_free,
             blocks_free=blocks.free,
             blocks_cached=blocks.cached,
@@ -188,12 +196,12 @@ class AsyncEngine:
             aborted=dict(self._aborted),
         )
 
-    async def reading(self, after: int) -> Reading:
-        """What is to be exported, of steps those after step `after`."""
-        waited = self._scheduler.counters.queue_times
+    async def reading(self, after: int, most: int) -> Reading:
+        """What is to be exported. Of steps after step `after`, and of waits, at most so many, by lot."""
+        waited, steps = self._scheduler.counters.queue_times, self.timeline.steps_after(after)
         times = [waited.popleft() for _ in range(len(waited))]
-        timeline = self.timeline
-        return Reading(self.stats(), timeline.totals, times, timeline.steps_after(after))
+        last = steps[-1].step if steps else after
+        return Reading(self.stats(), self.timeline.totals, _some(times, most), _some(steps, most), last)
 
     async def recent(self, steps: int) -> Recording:
         """The last steps, and the host's phases around them."""
@@ -313,6 +321,7 @@ class AsyncEngine:
             logger.exception("request %s could not be added", request.id)
             request.state, request.finish_reason = State.FINISHED, FinishReason.ERROR
             self._publish([Output(request, len(request.generated), (), FinishReason.ERROR, str(error))])
+        self._added = _with(self._added, request)
 
     def _apply_inbox(self, block: bool) -> None:
         """Run what was asked for since the last turn; with nothing else to do, wait for it."""
@@ -351,12 +360,21 @@ class AsyncEngine:
     def _fail(self, failure: str) -> None:
         """The loop is over: end every request with the error."""
         self.failure = failure
+        self.failed.set_result(failure)
         outputs = []
         for request, _ in self._live.values():
             with contextlib.suppress(Exception):  # the books may be what failed
                 self._scheduler.abort(request, FinishReason.ERROR)
             outputs.append(Output(request, request.num_output, (), FinishReason.ERROR, failure))
         self._deliver(outputs)
+
+
+def _some(items: list[Any], most: int) -> list[Any]:
+    return items if len(items) <= most else random.sample(items, most)
+
+
+def _with(count: tuple[int, int], request: Request) -> tuple[int, int]:
+    return count[0] + 1, count[1] + len(request.prompt) + len(request.generated)
 
 
 def _settle(ready: asyncio.Future[None], error: BaseException | None) -> None:

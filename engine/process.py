@@ -1,8 +1,8 @@
 """An engine in a process of its own: nobody else there wants the GIL that its loop needs.
 
 Here are the caller's end and what goes over the socket between the two; `engine/worker.py` is what
-runs in the process. Calls go there by the name of a method, pickled. Back come their answers, log
-records, and after each step one frame with all that it brought for any request.
+runs in the process. Calls go there by the name of a method, their arguments pickled. Back come answers,
+log records, and after each step one frame with all that it brought for any request.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -65,36 +66,40 @@ class Step(msgspec.Struct, array_like=True, tag=0):
 
 
 class Answer(msgspec.Struct, array_like=True, tag=1):
-    """To the call of that number: what it returned or, if it `failed`, raised. Pickled."""
+    """To the call of that number: what it returned, or raised, pickled."""
 
     number: int
-    failed: bool
     value: bytes
+    error: str | None
+    """What it raised, in words: an error's class may be known there only."""
 
 
 class LogRecord(msgspec.Struct, array_like=True, tag=2):
-    """The attributes of a `logging.LogRecord`, pickled."""
+    """The attributes of a `logging.LogRecord`; what is no plain value, as its `repr`."""
 
-    attributes: bytes
+    attributes: dict[str, Any]
 
 
 class EngineProcess(Frames):
     """The face of an `AsyncEngine` that lives in a child process. All methods are called on one event loop.
 
     Either process ends the other's part when it dies, whatever it dies of: the child ends itself, and
-    here every request gets an error and `healthy` is False.
+    here `failed` is done, `healthy` is False, and every request gets an error.
     """
 
     def __init__(self, config: EngineConfig, make: Callable[[EngineConfig], Any] | None = None) -> None:
         """`make`, which is pickled, makes something else than an `AsyncEngine`: a subclass, say."""
         super().__init__()
         self.config = config
-        self.failure: str | None = "it has not started"
+        self.failure: str | None = "the engine has not started"
         """Why it takes no requests, if it takes none."""
+        self.failed: asyncio.Future[str]
+        """As in `AsyncEngine`."""
         self._make = make
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._live: dict[str, tuple[Request, Callable[[Output], None]]] = {}
+        self._asked: set[str] = set()  # those live that the engine has not accepted yet
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._stopped = False
         self._decode = msgspec.msgpack.Decoder(Step | Answer | LogRecord).decode
@@ -113,13 +118,15 @@ class EngineProcess(Frames):
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
             )
+        loop = asyncio.get_running_loop()
+        self.failed = loop.create_future()
         try:
-            await asyncio.get_running_loop().create_connection(lambda: self, sock=here)
+            await loop.create_connection(lambda: self, sock=here)
             level = logging.getLogger("engine").getEffectiveLevel()
             facts: Facts = await self.call("start", self.config, self._make, level)
         except BaseException as error:  # cancellation included
             await self.stop()
-            self.failure = f"it did not start: {error!r}"
+            self.failure = f"the engine did not start: {error!r}"
             raise
         self.context_length, self.vocab_size, self.eos_token_ids = facts[:3]
         self.device, self.gpu_uuid, self.startup_s, self._stats = facts[3:]
@@ -127,10 +134,12 @@ class EngineProcess(Frames):
 
     async def stop(self) -> None:
         """End the process and, with an error, what is left in it."""
-        self.failure = self.failure or "it was stopped"
+        self.failure = self.failure or "the engine was stopped"
         self._stopped = True
         self.close()
         if self._process is not None:
+            if not self._started:
+                self._process.kill()  # while it imports, it hears nothing
             try:
                 await asyncio.to_thread(self._process.wait, END)
             except subprocess.TimeoutExpired:
@@ -156,22 +165,32 @@ class EngineProcess(Frames):
         if request.id in self._live:
             raise RequestError(f"a request with id {request.id!r} is running", "id")
         self._live[request.id] = request, sink
+        self._asked.add(request.id)
+        answer = self._ask("submit", request, promised)
+        answer.add_done_callback(partial(self._answered, request.id))
         try:
-            await self.call("submit", request, promised)
+            await asyncio.shield(answer)
         except asyncio.CancelledError:
             self.abort(request.id)
             raise
-        except Exception:
-            self._live.pop(request.id, None)
-            raise
+
+    def _answered(self, request_id: str, answer: asyncio.Future[Any]) -> None:
+        self._asked.discard(request_id)
+        if answer.exception() is not None:
+            self._live.pop(request_id, None)
 
     def abort(self, request_id: str, cause: str = "cancelled") -> None:
         """End a request. Nothing happens if it has ended, or was never there."""
         if request_id in self._live:
-            self.send(pickle.dumps((None, "abort", (request_id, cause))))
+            self._send(None, "abort", request_id, cause)
 
     def stats(self) -> EngineStats:
-        """As last told: with whatever came for a request, and whenever anybody asked."""
+        """As last told: with each request, whatever came for one, and whenever anybody asked.
+
+        Raises `EngineUnavailable` before `start` is through.
+        """
+        if not self._started:
+            raise EngineUnavailable(self.failure or "")
         return self._stats
 
     async def ask_stats(self) -> EngineStats:
@@ -179,9 +198,9 @@ class EngineProcess(Frames):
         self._stats = await self.call("stats")
         return self._stats
 
-    async def reading(self, after: int) -> Reading:
-        """What is to be exported, of steps those after step `after`."""
-        found: Reading = await self.call("reading", after)
+    async def reading(self, after: int, most: int) -> Reading:
+        """As in `AsyncEngine`."""
+        found: Reading = await self.call("reading", after, most)
         self._stats = found.stats
         return found
 
@@ -195,35 +214,51 @@ class EngineProcess(Frames):
 
         Raises `EngineUnavailable` if there is no process, or it ends before it answers.
         """
+        return await asyncio.shield(self._ask(method, *args))
+
+    def _ask(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: answer.exception())  # whoever asked may have left
         if self._transport is None:
-            raise EngineUnavailable(self.failure or "its process has ended")
-        number = next(self._numbers)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        try:
-            self.send(pickle.dumps((number, method, args)))
-            return await answer
-        finally:
-            del self._calls[number]
+            answer.set_exception(EngineUnavailable(self.failure or "the engine's process has ended"))
+        else:
+            self._calls[number] = answer
+            self._send(number, method, *args)
+        return answer
+
+    def _send(self, number: int | None, method: str, *args: Any) -> None:
+        self.send(msgspec.msgpack.encode((number, method, pickle.dumps(args))))
 
     # What comes from the process
 
     def frame_received(self, payload: bytes) -> None:
         message = self._decode(payload)
         if isinstance(message, Step):
-            self._stats, self.failure = message.stats, message.failure
+            self._stats = message.stats
+            if message.failure is not None:
+                self._fail(message.failure)
             self._deliver(message.outputs)
         elif isinstance(message, Answer):
-            answer = self._calls.get(message.number)
-            if answer is None or answer.done():
-                return
-            value = pickle.loads(message.value)
-            if message.failed:
+            answer = self._calls.pop(message.number)
+            value: Any
+            try:
+                value = pickle.loads(message.value)
+            except Exception as error:
+                value = RuntimeError(message.error or f"{error!r} in the answer of the engine's process")
                 answer.set_exception(value)
-            else:
+                return
+            if message.error is None:
                 answer.set_result(value)
+            else:
+                answer.set_exception(value)
         else:
-            record = logging.makeLogRecord(pickle.loads(message.attributes))
+            record = logging.makeLogRecord(message.attributes)
             logging.getLogger(record.name).handle(record)
+
+    def _fail(self, failure: str) -> None:
+        if self.healthy:
+            self.failure = failure
+            self.failed.set_result(failure)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -231,21 +266,24 @@ class EngineProcess(Frames):
             code = None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process and self._process.wait(0.1)
-            logger.error("the engine's process %s ended with exit code %s", self.pid, code)
-            if self.healthy or not self._started:
-                self.failure = f"its process ended with exit code {code}"
+            failure = f"the engine's process ended with exit code {code}"
+            logger.error("%s (pid %s)", failure, self.pid)
+            if self._started:
+                self._fail(failure)
+            else:
+                self.failure = failure
         for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(EngineUnavailable(self.failure or ""))
-        error = FinishReason.ERROR
-        self._deliver([Told(id, 0, (), error, self.failure, 0) for id in self._live])
+            answer.set_exception(EngineUnavailable(self.failure or ""))
+        self._calls.clear()
+        lost = self._live.keys() - self._asked  # the others are refused
+        self._deliver([Told(id, 0, (), FinishReason.ERROR, self.failure, 0) for id in lost])
 
     def _deliver(self, outputs: list[Told]) -> None:
         live = self._live
         for told in outputs:
-            request, sink = live.get(told.id) or (None, None)
-            if request is None or sink is None:
+            if told.id not in live:
                 continue
+            request, sink = live[told.id]
             if told.finish_reason is not None:
                 del live[told.id]
                 request.num_cached = told.num_cached

@@ -14,6 +14,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     running: int
     waiting: int
+    """Those included that have just been submitted."""
     prefill_tokens: int
     """Of running and waiting requests, known and not computed yet."""
     rows_free: int
@@ -38,6 +39,7 @@ class Reading(NamedTuple):
     stats: EngineStats
     totals: Totals
     queue_times: list[float]
-    """Seconds that requests waited for their first row, each given out once."""
+    """Seconds that requests waited for their first row; of each wait once, if at all."""
     steps: list[StepTimes]
-    """Those kept that came after the step asked for, oldest first."""
+    last: int
+    """The last step there was: the one to ask after next time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import ctypes
 import inspect
 import logging
 import os
@@ -12,7 +13,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -21,9 +21,13 @@ from engine.config import EngineConfig
 from engine.engine import AsyncEngine
 from engine.frames import Frames
 from engine.process import Answer, Facts, LogRecord, Step, Told
-from engine.request import Output, Request
+from engine.request import EngineUnavailable, Output, QueueFull, Request, RequestError
 
 logger = logging.getLogger(__name__)
+
+EXPECTED = (RequestError, QueueFull, EngineUnavailable)
+"""Errors that are answers; any other is logged with where it came from."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Worker(Frames):
@@ -43,22 +47,27 @@ class Worker(Frames):
     # Calls
 
     def frame_received(self, payload: bytes) -> None:
-        task = self._loop.create_task(self._answer(*pickle.loads(payload)))
+        task = self._loop.create_task(self._answer(*msgspec.msgpack.decode(payload)))
         self._tasks.add(task)  # or it could be collected while it runs
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int | None, method: str, args: tuple[Any, ...]) -> None:
-        failed = False
+    async def _answer(self, number: int | None, method: str, args: bytes) -> None:
+        told = None
         try:
-            value = getattr(self if hasattr(self, method) else self._engine, method)(*args)
+            value = getattr(self if hasattr(self, method) else self._engine, method)(*pickle.loads(args))
             if inspect.isawaitable(value):
                 value = await value
+            pickled = pickle.dumps(value)
         except Exception as error:
-            value, failed = error, True
+            told = _plain(f"{type(error).__name__}: {error}")
+            if not isinstance(error, EXPECTED):
+                logger.exception("%s failed", method)
+            try:
+                pickled = pickle.dumps(error)
+            except Exception:
+                pickled = b""  # then it is told in words
         if number is not None:
-            self.send(self._encode(Answer(number, failed, _pickled(value))))
-        elif failed:
-            logger.error("%s failed", method, exc_info=value)
+            self.send(self._encode(Answer(number, pickled, told)))
 
     async def start(
         self, config: EngineConfig, make: Callable[[EngineConfig], AsyncEngine] | None, level: int
@@ -68,6 +77,7 @@ class Worker(Frames):
         logging.getLogger("engine").setLevel(level)
         engine = self._engine = (make or AsyncEngine)(config)
         await engine.start()
+        engine.failed.add_done_callback(lambda _: self._flush())
         spare_collector()
         return Facts(
             engine.context_length,
@@ -81,70 +91,69 @@ class Worker(Frames):
 
     def submit(self, request: Request, promised: bool) -> None:
         self._engine.submit(request, self._put, promised=promised)
-        self._flush_soon()  # so that the load is known that it brings
+        self._flush()  # before the answer, so that the load that it brings is known
 
     # What the engine says
 
     def _put(self, output: Output) -> None:
-        self._flush_soon()
-        request = output.request
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)  # the other outputs of this step come within this callback
+        request, error = output.request, output.error
         self._outputs.append(
             Told(
                 request.id,
                 output.position,
                 output.tokens,
                 output.finish_reason,
-                output.error,
+                error and _plain(error),
                 request.num_cached,
             )
         )
 
-    def _flush_soon(self) -> None:
-        if not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush)  # the other outputs of this step come within this callback
-
     def _flush(self) -> None:
         self._flushing = False
         outputs, self._outputs = self._outputs, []
-        self.send(self._encode(Step(self._engine.stats(), self._engine.failure, outputs)))
+        failure = self._engine.failure
+        self.send(self._encode(Step(self._engine.stats(), failure and _plain(failure), outputs)))
 
-    def _log(self, attributes: dict[str, Any]) -> None:
-        self._loop.call_soon_threadsafe(self.send, self._encode(LogRecord(_pickled(attributes))))
+    def _log(self, record: bytes) -> None:
+        self._loop.call_soon_threadsafe(self.send, record)
 
 
 class _Forward(logging.Handler):
     """Has records logged on the other side."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, send: Callable[[bytes], None]) -> None:
         super().__init__()
         self._send = send
+        self._encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
 
     def emit(self, record: logging.LogRecord) -> None:
-        plain = copy.copy(record)  # as `logging.handlers.QueueHandler` does
-        plain.msg, plain.args = record.getMessage(), None
-        if record.exc_info:
-            plain.exc_text = logging.Formatter().formatException(record.exc_info)
-            plain.exc_info = None
-        self._send(vars(plain))
+        try:
+            plain = copy.copy(record)  # as `logging.handlers.QueueHandler` does
+            plain.msg, plain.args = _plain(record.getMessage()), None
+            if record.exc_info:
+                plain.exc_text = _plain(logging.Formatter().formatException(record.exc_info))
+                plain.exc_info = None
+            self._send(self._encode(LogRecord(vars(plain))))
+        except Exception:
+            self.handleError(record)
 
 
-def _pickled(value: Any) -> bytes:
-    """Errors that cannot be taken apart and put together again are told by what they say."""
-    try:
-        pickled = pickle.dumps(value)
-        if isinstance(value, Exception):
-            pickle.loads(pickled)
-        return pickled
-    except Exception:
-        return pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
+def _plain(text: str) -> str:
+    """What UTF-8 can say of it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 async def work(connection: socket.socket) -> None:
+    connection.set_inheritable(False)  # a child of this process must not hold it open
     await asyncio.get_running_loop().create_connection(Worker, sock=connection)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
+    if sys.platform == "linux":  # in case the end of the socket is not heard
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this one decides
     asyncio.run(work(socket.socket(fileno=int(sys.argv[1]))))

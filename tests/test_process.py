@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -53,7 +54,7 @@ class Breaking(AsyncEngine):
 
     def break_loop(self) -> None:
         def broken() -> None:
-            raise ZeroDivisionError("it broke")
+            raise OSError("it broke on \udcff")
 
         self._inbox.put(broken)
 
@@ -61,7 +62,9 @@ class Breaking(AsyncEngine):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def complain(self, what: str) -> None:
-        logging.getLogger("engine.tests").warning("not good: %s", what, extra={"why": "a test"})
+        log = logging.getLogger("engine.tests")
+        log.warning("%d is no number", "this")
+        log.warning("not good: %s", what, extra={"why": "a test", "lock": threading.Lock()})
 
     def raise_odd(self) -> None:
         class Odd(Exception):
@@ -131,8 +134,9 @@ async def test_the_same_tokens_as_in_this_process() -> None:
         stats = await engine.ask_stats()
         assert stats == engine.stats()
         assert stats.output_tokens == 12 * 4 + 7 and stats.finished == {"length": 5}
-        reading = await engine.reading(stats.steps - 3)
-        assert len(reading.steps) == 2 and len(reading.queue_times) == 5
+        reading = await engine.reading(stats.steps - 4, 2)
+        assert len(reading.steps) == 2 and len(reading.queue_times) == 2  # drawn from 3 and 5
+        assert reading.last == stats.steps - 1
         assert reading.totals.decodes == stats.output_tokens - 5
         assert len((await engine.recent(4)).steps) == 4
 
@@ -149,10 +153,28 @@ async def test_refusals_are_those_of_the_engine() -> None:
         await asked(engine, Request("two", PROMPTS[0], LONG))
         with pytest.raises(QueueFull):
             await asked(engine, Request("three", PROMPTS[0], LONG))
+        left = asyncio.create_task(asked(engine, Request("left", PROMPTS[0], LONG)))
+        await asyncio.sleep(0)  # it is on its way
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        await engine.ask_stats()
+        assert engine._live.keys() == {"one", "two"} and not engine._asked and not engine._calls
         engine.abort("one", "unwanted")
         await reader.ended.wait()
         assert reader.outputs[-1].finish_reason is FinishReason.ABORT
         assert (await engine.ask_stats()).aborted == {"unwanted": 1}
+
+
+async def test_its_load_is_known_with_the_answer() -> None:
+    """Nothing else may come for long: here, until the prompt is through."""
+    async with running(num_blocks=600, context_length=512, max_tokens_per_step=4) as engine:
+        for i in range(5):
+            reader = await asked(engine, Request(f"{i}", [7] * 400, SamplingParams(max_tokens=1)))
+            stats = engine.stats()
+            assert stats.running + stats.waiting == 1 and 0 < stats.prefill_tokens <= 400
+            engine.abort(f"{i}")
+            await reader.ended.wait()
 
 
 async def test_whoever_leaves_while_submitting_is_aborted() -> None:
@@ -204,6 +226,13 @@ async def test_an_engine_that_breaks_fails_its_requests(how: str, why: str) -> N
             await asked(engine, Request("late", PROMPTS[0]))
 
 
+async def test_an_idle_engine_that_breaks_says_so() -> None:
+    async with running() as engine:
+        await engine.call("break_loop")
+        assert "it broke" in await engine.failed
+        assert not engine.healthy and "it broke" in (engine.failure or "")
+
+
 async def test_what_goes_wrong_at_the_start_is_raised() -> None:
     engine = EngineProcess(config(model="/nowhere/at-all"))
     with pytest.raises(ModelError, match="nowhere"):
@@ -222,22 +251,27 @@ async def test_it_logs_here(caplog: pytest.LogCaptureFixture) -> None:
         await engine.call("complain", "this")
         with pytest.raises(RuntimeError, match="Odd: local"):
             await engine.call("raise_odd")
+        assert "in raise_odd" in caplog.text  # where it came from
+        assert engine.healthy
     record: Any = next(each for each in caplog.records if each.name == "engine.tests")
     assert (record.getMessage(), record.why, record.levelno) == ("not good: this", "a test", logging.WARNING)
     assert record.process != os.getpid()
 
 
-def test_it_ends_with_whoever_started_it() -> None:
-    program = textwrap.dedent("""
+@pytest.mark.parametrize("stuck", [False, True])
+def test_it_ends_with_whoever_started_it(stuck: bool) -> None:
+    program = textwrap.dedent(f"""
         import asyncio, os, signal
         from engine.process import EngineProcess
-        from engine.request import Request, SamplingParams
+        from engine.request import Request
         from tests.test_process import LONG, config
 
         async def main():
             engine = EngineProcess(config(max_running_requests=1))
             await engine.start()
             await engine.submit(Request("a", [1], LONG), print)
+            if {stuck}:
+                os.kill(engine.pid, signal.SIGSTOP)
             print("pid", engine.pid, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 

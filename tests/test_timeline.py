@@ -120,5 +120,5 @@ async def test_aborts_have_causes_and_waits_are_told_once(model: str) -> None:
     assert stats.aborted == {"tape_lost": 1, "unwanted": 1, "stopped": 1}
     assert stats.finished == {"abort": 3, "length": 1}
     assert sum(stats.finished.values()) == stats.admitted == 4
-    assert len((await engine.reading(-1)).queue_times) == 4
-    assert (await engine.reading(-1)).queue_times == []
+    assert len((await engine.reading(-1, 9)).queue_times) == 4
+    assert (await engine.reading(-1, 9)).queue_times == []
