@@ -16,7 +16,6 @@ FLEET: list[tuple[str, str, str]] = [
     *((f"TTFT p{q} ms", f"ttft_ms_p{q}", ",.1f") for q in (50, 99)),
     *((f"gap p{q} ms", f"itl_ms_p{q}", ",.1f") for q in (50, 99)),
     *((f"step p{q} ms", f"step_ms_p{q}", ",.2f") for q in (50, 99)),
-    ("switch ms", "switch_ms", "g"),
     ("GPU idle before a step p99 µs", "step_gap_us_p99", ",.0f"),
     ("failed", "failed", "d"),
     ("stuck", "stuck", "d"),
@@ -58,10 +57,8 @@ def fleet_page(lines: list[Line]) -> str:
         "many streams for each replica as it has rows, all busy; weights are random, but the demo model's. "
         "Bare: engines asked in their own processes, without tape, Router and HTTP. HTTP costs: tokens/s "
         "below those of as many bare engines. Step, and the time in which the GPU had work and waited "
-        "for it: of the slowest replica, by its engine's own clock. Switch: how long a thread may keep the "
-        "GIL from the engine's, Python's own 5 ms if nothing is said. Stuck: sent before the window, and "
-        "without a token when it ended. Cores: those that each kind of process "
-        "used.",
+        "for it: of the slowest replica, by its engine's own clock. Stuck: sent before the window, and "
+        "without a token when it ended. Cores: those that each kind of process used.",
         "",
         *(started(x) for x in lines if x["phase"] == "about" and "each" in x),
         "",
@@ -130,7 +127,7 @@ def _death(x: dict[str, Any]) -> str:
     before, after = x["before"], x["after"]
     back = "not while it was watched" if x["recovery_s"] is None else f"after {x['recovery_s']:.1f} s"
     return (
-        f"{x['date']}, {x['shape']}, {x['engine']}: one of {x['replicas']} replicas killed under "
+        f"{x['date']}, {x['version']}, {x['shape']}, {x['engine']}: one of {x['replicas']} replicas killed under "
         f"{x['streams']} streams: {x['failed']} of {x['requests']} requests failed; {x['alive_at_death']} "
         f"were being answered, whose longest pause was {x['stall_ms_p50']:,.0f} ms in the median and "
         f"{x['stall_ms_max']:,.0f} ms at most; p99 gap {before['itl_ms_p99']:,.1f} ms before, "
