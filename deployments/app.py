@@ -36,7 +36,8 @@ def build(args: Settings) -> Application:
         ),
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
-        health_check_period_s=2,  # a death shows in the next check
+        health_check_period_s=2,  # a death shows in the next check ...
+        health_check_timeout_s=10,  # ... and an engine that hangs after three without an answer
         **_scale(args, config),
     )(EngineReplica)
     routers = serve.deployment(
