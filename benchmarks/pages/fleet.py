@@ -125,11 +125,12 @@ def needed(lines: list[Line]) -> list[str]:
 
 def _death(x: dict[str, Any]) -> str:
     before, after = x["before"], x["after"]
-    back = "not while it was watched" if x["recovery_s"] is None else f"after {x['recovery_s']:.1f} s"
+    seconds = x["recovery_s"]
+    back = "had not come when time was over" if seconds is None else f"took requests after {seconds:.1f} s"
     return (
-        f"{x['date']}, {x['version']}, {x['shape']}, {x['engine']}: one of {x['replicas']} replicas killed under "
-        f"{x['streams']} streams: {x['failed']} of {x['requests']} requests failed; {x['alive_at_death']} "
+        f"{x['date']}, {x['version']}, {x['shape']}, {x['engine']}: one of {x['replicas']} replicas killed "
+        f"under {x['streams']} streams: {x['failed']} of {x['requests']} requests failed; {x['alive_at_death']} "
         f"were being answered, whose longest pause was {x['stall_ms_p50']:,.0f} ms in the median and "
         f"{x['stall_ms_max']:,.0f} ms at most; p99 gap {before['itl_ms_p99']:,.1f} ms before, "
-        f"{after['itl_ms_p99']:,.1f} ms after; a new replica took requests {back}."
+        f"{after['itl_ms_p99']:,.1f} ms after; a new replica {back}."
     )
