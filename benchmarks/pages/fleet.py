@@ -130,7 +130,8 @@ def _death(x: dict[str, Any]) -> str:
     return (
         f"{x['date']}, {x['version']}, {x['shape']}, {x['engine']}: one of {x['replicas']} replicas killed "
         f"under {x['streams']} streams: {x['failed']} of {x['requests']} requests failed; "
-        f"{x['alive_at_death']} were being answered, whose longest pause was {x['stall_ms_p50']:,.0f} ms in the median and "
+        f"{x['alive_at_death']} were being answered, whose longest pause was "
+        f"{x['stall_ms_p50']:,.0f} ms in the median and "
         f"{x['stall_ms_max']:,.0f} ms at most; p99 gap {before['itl_ms_p99']:,.1f} ms before, "
         f"{after['itl_ms_p99']:,.1f} ms after; a new replica {back}."
     )
