@@ -64,6 +64,9 @@ class PacedEngine:
         none: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0) | {"finished": {}}
         return EngineStats(**none)
 
+    async def ask_stats(self) -> EngineStats:
+        return self.stats()
+
     def _run(self, running: list[_Running]) -> None:
         due = time.perf_counter()
         while running:
