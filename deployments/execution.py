@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,6 +17,11 @@ from deployments.tape_meter import TapeMeter
 from deployments.tracing import received, tracer_to
 from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
 from engine.stats import EngineStats
+
+PROBATION = 1.0
+"""Seconds, about, that a request waits for each replica that it has lost in a row without a token from it. If
+it is what kills them, others that it takes along get a token from the next one first: they are never refused.
+"""
 
 
 class Engine(Protocol):
@@ -73,6 +79,8 @@ class Executor:
             generated=submission.generated,
             **submission.scheduling.for_engine(),
         )
+        if submission.lost:
+            await asyncio.sleep(PROBATION * submission.lost * random.uniform(0.5, 1.5))
         try:
             tape = await self._tape(submission.tape)
         except TapeLost as error:

@@ -20,7 +20,8 @@ Submit: TypeAlias = Callable[[Submission], Awaitable[Refusal | None]]
 """Returns when the request has ended on its replica and its last tokens have been delivered."""
 
 ATTEMPTS = 3
-"""A request that has lost this many replicas is not tried on another: it may be what kills them."""
+"""A request that has lost so many replicas in a row without a token from any is not tried on another: it
+may be what kills them."""
 
 GRACE = 2.0
 """Seconds past its time in which a replica should have said that a request is over."""
@@ -111,6 +112,7 @@ class Generation:
             scheduling = self.scheduling.after(time.monotonic() - self._began, began=bool(self.tokens))
             if scheduling.over:
                 return self._time_out()
+            before = len(self.tokens)
             refusal = await submit(
                 Submission(
                     model,
@@ -123,6 +125,7 @@ class Generation:
                     list(self.tokens),
                     promised=self.admitted.is_set(),
                     avoid=tuple(tried),
+                    lost=lost,
                     trace=self.watch.submitted(cause) if self.watch else {},
                 )
             )
@@ -131,13 +134,16 @@ class Generation:
             if refusal is None:  # it ended, but what it sent was not taken
                 refusal = Refusal("lost", "tokens of this request were lost")
             cause = refusal.reason
+            idle = len(self.tokens) == before
+            if not idle:
+                lost = 0
             elsewhere = refusal.replica is not None and refusal.replica not in tried
             if elsewhere and refusal.replica is not None:
                 tried.append(refusal.replica)
             match refusal.reason:
                 case "full" | "unavailable" | "other model" | "moved" if elsewhere:
                     pass
-                case "lost" | "moved" if (lost := lost + 1) < ATTEMPTS:
+                case "lost" | "moved" if (lost := lost + idle) < ATTEMPTS:
                     logger.warning("request %d, attempt %d: %s", self.request, self._attempt, refusal.message)
                 case _:
                     return self.refuse(refusal)

@@ -115,10 +115,11 @@ class Router:
             # client is cancelled too, perhaps later, and ends this; else it would count as our error.
             await asyncio.sleep(LEAVING)
             return Refusal("unavailable", "the request was cancelled")
-        except RayActorError as error:
-            return Refusal("lost", str(error))
+        except RayActorError:  # whose text is for the operator, who finds it in Ray's logs
+            return Refusal("lost", "the engine was lost")
         except (BackPressureError, DeploymentUnavailableError) as error:
-            return Refusal("unavailable", str(error))
+            logger.warning("request %d: %s", submission.request, error)
+            return Refusal("unavailable", "no engine takes requests")
         except Exception:
             logger.exception("request %d failed", submission.request)
             return Refusal("failed", "the server failed to answer")
@@ -149,7 +150,7 @@ class Router:
         try:
             found = await asked.results_async(timeout_s=ANSWER_TIMEOUT, return_exceptions=True)
         except (DeploymentUnavailableError, TimeoutError) as error:
-            raise ApiError.server_error(f"no engine answers: {error}", 503) from error
+            raise ApiError.server_error("no engine answers", 503) from error
         return dict(each for each in found if not isinstance(each, BaseException))
 
     async def _check_engines(self) -> None:
@@ -157,4 +158,4 @@ class Router:
             async with asyncio.timeout(ANSWER_TIMEOUT):
                 await self._engines.check_health.remote()
         except Exception as error:
-            raise ApiError.server_error(f"no engine answers: {error}", 503) from error
+            raise ApiError.server_error("no engine answers", 503) from error

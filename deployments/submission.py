@@ -64,6 +64,8 @@ class Submission(msgspec.Struct, frozen=True):
     """An earlier attempt was accepted: it is not refused for lack of room."""
     avoid: tuple[str, ...] = ()
     """Replicas that have refused it, to be chosen only where there is no other."""
+    lost: int = 0
+    """Replicas that it has lost in a row without a token from any."""
     trace: Carrier = {}
     """What its spans on the replica are children of."""
 

@@ -77,7 +77,7 @@ class Answer(msgspec.Struct, array_like=True, tag=1):
 class LogRecord(msgspec.Struct, array_like=True, tag=2):
     """The attributes of a `logging.LogRecord`; what is no plain value, as its `repr`."""
 
-    attributes: dict[str, Any]
+    attributes: dict[str, str | int | float | None]
 
 
 class EngineProcess(Frames):
@@ -113,7 +113,8 @@ class EngineProcess(Frames):
         here, there = socket.socketpair()
         with there:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.worker", str(there.fileno())],
+                # -P: modules are found where they are found here, and not first in the working directory.
+                [sys.executable, "-P", "-m", "engine.worker", str(there.fileno())],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
@@ -124,6 +125,8 @@ class EngineProcess(Frames):
             await loop.create_connection(lambda: self, sock=here)
             level = logging.getLogger("engine").getEffectiveLevel()
             facts: Facts = await self.call("start", self.config, self._make, level)
+            if self.failed.done():
+                raise EngineUnavailable(self.failed.result())
         except BaseException as error:  # cancellation included
             await self.stop()
             self.failure = f"the engine did not start: {error!r}"
@@ -145,6 +148,9 @@ class EngineProcess(Frames):
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
+            except asyncio.CancelledError:
+                self._process.kill()
+                raise
 
     @property
     def healthy(self) -> bool:
@@ -164,9 +170,9 @@ class EngineProcess(Frames):
             raise EngineUnavailable(self.failure)
         if request.id in self._live:
             raise RequestError(f"a request with id {request.id!r} is running", "id")
+        answer = self._ask("submit", request, promised)
         self._live[request.id] = request, sink
         self._asked.add(request.id)
-        answer = self._ask("submit", request, promised)
         answer.add_done_callback(partial(self._answered, request.id))
         try:
             await asyncio.shield(answer)
@@ -182,7 +188,7 @@ class EngineProcess(Frames):
     def abort(self, request_id: str, cause: str = "cancelled") -> None:
         """End a request. Nothing happens if it has ended, or was never there."""
         if request_id in self._live:
-            self._send(None, "abort", request_id, cause)
+            self.send(_encoded(None, "abort", request_id, cause))
 
     def stats(self) -> EngineStats:
         """As last told: with each request, whatever came for one, and whenever anybody asked.
@@ -217,17 +223,16 @@ class EngineProcess(Frames):
         return await asyncio.shield(self._ask(method, *args))
 
     def _ask(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        call = _encoded(number, method, *args)
+        answer = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: answer.exception())  # whoever asked may have left
         if self._transport is None:
             answer.set_exception(EngineUnavailable(self.failure or "the engine's process has ended"))
         else:
             self._calls[number] = answer
-            self._send(number, method, *args)
+            self.send(call)
         return answer
-
-    def _send(self, number: int | None, method: str, *args: Any) -> None:
-        self.send(msgspec.msgpack.encode((number, method, pickle.dumps(args))))
 
     # What comes from the process
 
@@ -239,24 +244,14 @@ class EngineProcess(Frames):
                 self._fail(message.failure)
             self._deliver(message.outputs)
         elif isinstance(message, Answer):
-            answer = self._calls.pop(message.number)
-            value: Any
-            try:
-                value = pickle.loads(message.value)
-            except Exception as error:
-                value = RuntimeError(message.error or f"{error!r} in the answer of the engine's process")
-                answer.set_exception(value)
-                return
-            if message.error is None:
-                answer.set_result(value)
-            else:
-                answer.set_exception(value)
+            _answer(self._calls.pop(message.number), message)
         else:
-            record = logging.makeLogRecord(message.attributes)
-            logging.getLogger(record.name).handle(record)
+            with contextlib.suppress(Exception):  # of filters and handlers here
+                record = logging.makeLogRecord(message.attributes)
+                logging.getLogger(record.name).handle(record)
 
     def _fail(self, failure: str) -> None:
-        if self.healthy:
+        if not self.failed.done():
             self.failure = failure
             self.failed.set_result(failure)
 
@@ -266,12 +261,9 @@ class EngineProcess(Frames):
             code = None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process and self._process.wait(0.1)
-            failure = f"the engine's process ended with exit code {code}"
-            logger.error("%s (pid %s)", failure, self.pid)
-            if self._started:
-                self._fail(failure)
-            else:
-                self.failure = failure
+            how = "is gone" if code is None else f"ended with exit code {code}"
+            logger.error("the engine's process %s %s", self.pid, how)
+            self._fail(f"the engine's process {how}")
         for answer in self._calls.values():
             answer.set_exception(EngineUnavailable(self.failure or ""))
         self._calls.clear()
@@ -292,3 +284,21 @@ class EngineProcess(Frames):
             except Exception:
                 logger.exception("the reader of request %s failed", told.id)
                 self.abort(told.id, "reader_failed")
+
+
+def _encoded(number: int | None, method: str, *args: Any) -> bytes:
+    return msgspec.msgpack.encode((number, method, pickle.dumps(args)))
+
+
+def _answer(answer: asyncio.Future[Any], message: Answer) -> None:
+    value, error = None, message.error
+    try:
+        value = pickle.loads(message.value)
+    except Exception as unread:
+        error = error or f"an answer of the engine's process cannot be read: {unread!r}"
+    if error is None:
+        answer.set_result(value)
+    elif isinstance(value, Exception) and not isinstance(value, StopIteration):  # no future takes that
+        answer.set_exception(value)
+    else:
+        answer.set_exception(RuntimeError(error))

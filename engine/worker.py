@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+import contextlib
 import ctypes
 import inspect
 import logging
@@ -23,7 +23,7 @@ from engine.frames import Frames
 from engine.process import Answer, Facts, LogRecord, Step, Told
 from engine.request import EngineUnavailable, Output, QueueFull, Request, RequestError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("engine.worker")  # which is `__main__` here
 
 EXPECTED = (RequestError, QueueFull, EngineUnavailable)
 """Errors that are answers; any other is logged with where it came from."""
@@ -58,14 +58,14 @@ class Worker(Frames):
             if inspect.isawaitable(value):
                 value = await value
             pickled = pickle.dumps(value)
-        except Exception as error:
-            told = _plain(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # whatever it is, somebody waits for it
+            told, pickled = type(error).__name__, b""
+            with contextlib.suppress(Exception):
+                told = _plain(f"{told}: {error}")
             if not isinstance(error, EXPECTED):
                 logger.exception("%s failed", method)
-            try:
+            with contextlib.suppress(Exception):  # else it is told in words
                 pickled = pickle.dumps(error)
-            except Exception:
-                pickled = b""  # then it is told in words
         if number is not None:
             self.send(self._encode(Answer(number, pickled, told)))
 
@@ -127,18 +127,23 @@ class _Forward(logging.Handler):
     def __init__(self, send: Callable[[bytes], None]) -> None:
         super().__init__()
         self._send = send
-        self._encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
+        self._encode = msgspec.msgpack.Encoder().encode
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            plain = copy.copy(record)  # as `logging.handlers.QueueHandler` does
-            plain.msg, plain.args = _plain(record.getMessage()), None
+            plain = vars(record) | {"msg": record.getMessage(), "args": None, "exc_info": None}
             if record.exc_info:
-                plain.exc_text = _plain(logging.Formatter().formatException(record.exc_info))
-                plain.exc_info = None
-            self._send(self._encode(LogRecord(vars(plain))))
+                plain["exc_text"] = logging.Formatter().formatException(record.exc_info)
+            self._send(self._encode(LogRecord({str(key): _told(value) for key, value in plain.items()})))
         except Exception:
             self.handleError(record)
+
+
+def _told(value: object) -> str | int | float | None:
+    """An attribute of a log record: what is more than a plain value, as its `repr`."""
+    if isinstance(value, int | float | None):
+        return value
+    return _plain(value if isinstance(value, str) else repr(value))
 
 
 def _plain(text: str) -> str:
@@ -147,7 +152,9 @@ def _plain(text: str) -> str:
 
 
 async def work(connection: socket.socket) -> None:
-    connection.set_inheritable(False)  # a child of this process must not hold it open
+    # Children of this process must not hold it open.
+    connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=connection.close)
     await asyncio.get_running_loop().create_connection(Worker, sock=connection)
     await asyncio.Event().wait()
 

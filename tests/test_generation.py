@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deployments import execution
 from deployments.execution import Executor
 from deployments.generation import ATTEMPTS, SHUTTING_DOWN, Dispatcher, Generation
 from deployments.load import Load
@@ -283,6 +284,55 @@ async def test_stop_aborts_on_the_replica() -> None:
         await asyncio.gather(*cluster.calls, return_exceptions=True)
         assert not engine.running
         assert len(set(engine.aborts)) == 1
+
+
+async def test_one_that_goes_on_between_deaths_outlives_any_number_of_them() -> None:
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=2 * ATTEMPTS)
+        for n in range(2 * ATTEMPTS - 1):
+            await engine.submitted.wait()
+            engine.submitted.clear()
+            engine.step()
+            await reader.until(has(n + 1))
+            cluster.kill(n)
+        await engine.submitted.wait()
+        engine.step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 2 * ATTEMPTS)
+        assert {each.lost for each in cluster.submissions} == {0}
+
+
+async def test_one_that_kills_is_refused_and_those_beside_it_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine dies whenever it has computed a step with it; the others each have a token by then."""
+    monkeypatch.setattr(execution, "PROBATION", 0.2)
+    engine = MemoryEngine()
+    async with dispatching(engine) as (dispatcher, cluster):
+        others = [Reader(dispatcher, max_tokens=9 * ATTEMPTS, seed=n) for n in range(4)]
+
+        async def run() -> None:
+            while True:
+                await engine.submitted.wait()
+                engine.submitted.clear()
+                while engine.running:
+                    if any(request.prompt == [9] for request, _, _ in engine.running.values()):
+                        for call in range(len(cluster.calls)):
+                            cluster.kill(call)
+                        engine.running.clear()
+                    else:
+                        engine.step()
+                    await asyncio.sleep(0.01)
+
+        running = asyncio.create_task(run())
+        for reader in others:
+            await reader.until(lambda generation: bool(generation.tokens))
+        killer = Reader(dispatcher, prompt=[9])
+        assert (await killer.until(ended)).refusal == Refusal("lost", "the replica died")
+        for n, reader in enumerate(others):
+            assert (await reader.until(ended)).tokens == text_of(PROMPT, n, 9 * ATTEMPTS)
+        assert not killer.generation.tokens
+        assert len(cluster.submissions) > 4 + ATTEMPTS  # they died with it
+        running.cancel()
 
 
 async def test_a_lost_cancellation_takes_effect_at_the_next_token() -> None:

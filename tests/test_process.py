@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -65,12 +66,33 @@ class Breaking(AsyncEngine):
         log = logging.getLogger("engine.tests")
         log.warning("%d is no number", "this")
         log.warning("not good: %s", what, extra={"why": "a test", "lock": threading.Lock()})
+        odd: Any = {1: {frozenset([2]): 3}, None: b"4"}
+        log.warning("odd", extra=odd)
 
     def raise_odd(self) -> None:
         class Odd(Exception):
             """Of a class that nobody else can import."""
 
         raise Odd("local")
+
+    def raise_one(self, kind: type[BaseException]) -> None:
+        raise kind("one")
+
+    def fork(self, seconds: float) -> int:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(seconds)
+            os._exit(0)
+        return pid
+
+
+class Fragile(Breaking):
+    """It breaks before anybody hears that it has started."""
+
+    async def start(self) -> None:
+        await super().start()
+        self.break_loop()
+        await self.failed
 
 
 @asynccontextmanager
@@ -231,6 +253,34 @@ async def test_an_idle_engine_that_breaks_says_so() -> None:
         await engine.call("break_loop")
         assert "it broke" in await engine.failed
         assert not engine.healthy and "it broke" in (engine.failure or "")
+
+
+async def test_an_engine_that_breaks_at_once_has_not_started() -> None:
+    engine = EngineProcess(config(), Fragile)
+    with pytest.raises(EngineUnavailable, match="it broke"):
+        await engine.start()
+    assert not engine.healthy and "it broke" in (engine.failure or "")
+
+
+async def test_every_call_ends() -> None:
+    async with running() as engine:
+        for kind in (KeyError, StopIteration, asyncio.CancelledError, KeyboardInterrupt):
+            with pytest.raises((KeyError, RuntimeError), match="one"):
+                await engine.call("raise_one", kind)
+        with pytest.raises(TypeError, match="pickle"):
+            await engine.call("raise_one", threading.Lock())
+        with pytest.raises(TypeError, match="pickle"):
+            await asked(engine, Request("unpicklable", [threading.Lock()]))  # type: ignore[list-item]
+        assert engine.healthy and not engine._calls and not engine._live and not engine._asked
+
+
+async def test_a_fork_of_its_process_does_not_hide_its_death() -> None:
+    async with running() as engine:
+        pid = await engine.call("fork", 600)
+        with pytest.raises(EngineUnavailable):
+            await engine.call("die")
+        assert "exit code -9" in engine.failed.result()
+        os.kill(pid, signal.SIGKILL)
 
 
 async def test_what_goes_wrong_at_the_start_is_raised() -> None:
