@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks.arrivals import Arrival
+from engine.collector import spare_collector
 
 if TYPE_CHECKING:
     from engine.engine import AsyncEngine  # imports torch, which a client of HTTP does without
@@ -243,8 +244,7 @@ class _Stream(asyncio.Protocol):
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """No long garbage collections within: they would stop the reader of the clock for 0.2 s each."""
-    gc.collect()
-    gc.freeze()
+    spare_collector()
     try:
         yield
     finally:

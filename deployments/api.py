@@ -84,7 +84,7 @@ class EventStream(StreamingResponse):
 
     async def _write(self, send: Send, outer: Send) -> None:
         # What the framework wraps around `send` looks at the first and the last message only.
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece in self.body_iterator:
             await outer({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

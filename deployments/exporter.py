@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from deployments.metrics import Recorder
 from deployments.tape_meter import TapeMeter
 from engine import metrics as m
 from engine.config import EngineConfig
-from engine.stats import EngineStats, Reading
+from engine.stats import EngineStats, Reading, sample
 from engine.timeline import PHASES, StepTimes, Totals
 
 logger = logging.getLogger(__name__)
@@ -92,14 +91,13 @@ class Exporter:
         self._export_engine(stats)
         self._export_tapes()
         await self._spread(partial(self._record.observe, m.QUEUE), queue_times)
-        await self._spread(partial(self._record.observe, m.TAPE_ROUND_TRIP), self._tapes.round_trips())
+        round_trips = sample(self._tapes.round_trips(), SAMPLES)
+        await self._spread(partial(self._record.observe, m.TAPE_ROUND_TRIP), round_trips)
         self._step = last
         await self._spread(self._export_step, steps)
 
     async def _spread(self, export: Callable[[T], None], items: list[T]) -> None:
         """A few at a time: between them the event loop turns."""
-        if len(items) > SAMPLES:
-            items = random.sample(items, SAMPLES)
         for i, item in enumerate(items, 1):
             export(item)
             if i % PORTION == 0:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from engine.model import PagedModel
 from engine.request import EngineUnavailable, FinishReason, Output, Request, RequestError, State
 from engine.runner import Runner
 from engine.scheduler import Scheduler
-from engine.stats import EngineStats, Reading
+from engine.stats import EngineStats, Reading, sample
 from engine.timeline import Recording, Timeline
 
 logger = logging.getLogger(__name__)
@@ -201,7 +199,7 @@ class AsyncEngine:
         waited, steps = self._scheduler.counters.queue_times, self.timeline.steps_after(after)
         times = [waited.popleft() for _ in range(len(waited))]
         last = steps[-1].step if steps else after
-        return Reading(self.stats(), self.timeline.totals, _some(times, most), _some(steps, most), last)
+        return Reading(self.stats(), self.timeline.totals, sample(times, most), sample(steps, most), last)
 
     async def recent(self, steps: int) -> Recording:
         """The last steps, and the host's phases around them."""
@@ -367,10 +365,6 @@ class AsyncEngine:
                 self._scheduler.abort(request, FinishReason.ERROR)
             outputs.append(Output(request, request.num_output, (), FinishReason.ERROR, failure))
         self._deliver(outputs)
-
-
-def _some(items: list[Any], most: int) -> list[Any]:
-    return items if len(items) <= most else random.sample(items, most)
 
 
 def _with(count: tuple[int, int], request: Request) -> tuple[int, int]:

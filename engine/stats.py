@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import random
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from engine.timeline import StepTimes, Totals
+
+T = TypeVar("T")
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +46,8 @@ class Reading(NamedTuple):
     steps: list[StepTimes]
     last: int
     """The last step there was: the one to ask after next time."""
+
+
+def sample(items: list[T], most: int) -> list[T]:
+    """At most so many of them, by lot."""
+    return items if len(items) <= most else random.sample(items, most)
