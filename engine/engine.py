@@ -266,6 +266,7 @@ class AsyncEngine:
             )
             if compiles:
                 with self._stage("compile", "warming up"):
+                    runner.compile()
                     warm_up(runner)
             if on_gpu and config.cuda_graphs:
                 with self._stage("capture", "capturing steps"):

@@ -127,11 +127,13 @@ def _is_rms_norm(module: nn.Module, weight: nn.Parameter, eps: float) -> bool:
 
 
 class FusionPass(CustomGraphPass):
-    """Merges equal calls, then residual additions into the norms after them, and these into projections."""
+    """Merges equal calls and residual additions into the norms after them, picks rows early, and makes norms
+    a part of projections."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         merge_equal_calls(graph)
         merge_additions(graph)
+        pick_rows_early(graph)
         defer_norms(graph)
         graph.eliminate_dead_code()
 
@@ -211,6 +213,73 @@ def _is_addition(node: Any) -> bool:
         and v.dtype == node.meta["val"].dtype
         for v in values
     )
+
+
+_BY_ROW = {
+    torch.ops.stepahead.rms_norm.default: 1,
+    torch.ops.stepahead.add_rms_norm.default: 2,
+    torch.ops.stepahead.project.default: 1,
+}
+"""Operations whose row i is made of row i of that many first arguments, all [1, T, ...]."""
+
+
+def pick_rows_early(graph: torch.fx.Graph) -> int:
+    """Rows that are picked at the end (those with logits) are picked before all that serves them alone.
+
+    In a model that is what comes after the last attention, so a prompt's other tokens go without.
+    Returns how many operations are done on the picked rows only. To be called before `defer_norms`:
+    what `project_add` hands to `project` depends on the number of rows.
+    """
+    moved = 0
+    for pick in list(graph.nodes):
+        if pick.op != "call_function" or pick.target is not torch.ops.aten.index.Tensor:
+            continue
+        source, indices = pick.args
+        if len(indices) != 2 or indices[0] is not None or indices[1].op != "placeholder":
+            continue
+        serving = _serving(pick)
+        picked: dict[Any, torch.fx.Node] = {}
+        for node in reversed(serving):
+            for i, arg in enumerate(node.args[: _BY_ROW.get(node.target, 0)]):
+                if arg in serving:
+                    continue
+                if arg not in picked:
+                    with graph.inserting_before(node):
+                        picked[arg] = graph.call_function(pick.target, (arg, indices))
+                    _infer(picked[arg])
+                node.update_arg(i, picked[arg])
+            _infer(node)
+        if serving:
+            pick.replace_all_uses_with(source)
+            graph.erase_node(pick)
+        moved += sum(node.target in _BY_ROW for node in serving)
+    return moved
+
+
+def _serving(pick: torch.fx.Node) -> list[Any]:
+    """What is used for the picked rows only, the last one first."""
+    found: dict[Any, None] = {}
+    waiting: list[Any] = [pick.args[0]]
+    while waiting:
+        node = waiting.pop(0)
+        parts = [node]
+        if node.target is operator.getitem:
+            node = node.args[0]
+            parts = [*node.users, node]
+        if node.target not in _BY_ROW or any(part in found for part in parts):
+            continue
+        users = {user for part in parts for user in part.users}
+        if users <= {pick, *parts, *found}:
+            found |= dict.fromkeys(parts)
+            waiting += node.args[: _BY_ROW[node.target]]
+    return list(found)
+
+
+def _infer(node: torch.fx.Node) -> None:
+    """Shape and dtype, of the arguments as they are now."""
+    target: Any = node.target
+    node.meta.pop("eager_input_vals", None)  # of the arguments that it had
+    node.meta["val"] = target(*torch.fx.node.map_arg(node.args, lambda arg: arg.meta["val"]))
 
 
 def defer_norms(graph: torch.fx.Graph) -> int:

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from engine.attention import LayerCache, PagedBatch
+from engine.carry_over import keep_tokens, step_inputs
 from engine.graphs import Graphs, bucket_for, buckets, mixed_buckets
 from engine.lanes import CudaLane, Lanes
 from engine.penalties import Penalties, PenaltyTensors
@@ -56,10 +57,6 @@ class Shape:
     greedy: bool = True
     filtered: bool = False
     penalised: bool = False
-
-    @property
-    def sampling(self) -> str:
-        return "greedy" if self.greedy else "filtered" if self.filtered else "noisy"
 
 
 class Runner:
@@ -101,6 +98,12 @@ class Runner:
         self._decode_buckets: list[int] = []
         self._mixed_buckets: list[tuple[int, int]] = []
         self._logits = torch.empty(0)  # of captured steps
+        self._step_inputs, self._keep_tokens = step_inputs, keep_tokens
+
+    def compile(self) -> None:
+        """One kernel each, where there were many, for what a step does before and after the model."""
+        self._step_inputs = torch.compile(step_inputs, fullgraph=True, dynamic=True)
+        self._keep_tokens = torch.compile(keep_tokens, fullgraph=True, dynamic=True)
 
     # The two calls of the loop
 
@@ -168,28 +171,30 @@ class Runner:
     def _forward(self, slot: Slot, shape: Shape) -> torch.Tensor:
         """Carry-over and forward: logits [S, V]."""
         t, s = shape.num_tokens, shape.num_sequences
-        carry_row = slot.token("carry_row", t)
-        carried = self.last_token[carry_row.clamp(min=0)]
-        input_ids = torch.where(carry_row >= 0, carried, slot.token("input_id", t))
         query_start, query_len = slot.sequence("query_start", s), slot.sequence("query_len", s)
+        input_ids, positions, last, block_tables = self._step_inputs(
+            self.last_token,
+            slot.token("carry_row", t),
+            slot.token("input_id", t),
+            slot.token("position", t),
+            query_start,
+            query_len,
+            slot.block_tables(s, shape.num_blocks),
+        )
         batch = PagedBatch(
             cache_slots=slot.token("cache_slot", t),
             query_start=query_start,
             query_len=query_len,
             context_len=slot.sequence("context_len", s),
-            block_tables=slot.block_tables(s, shape.num_blocks).contiguous(),
+            block_tables=block_tables,
             num_decodes=shape.num_decodes,
             num_prefills=shape.num_prefills,
         )
-        last = (query_start + query_len - 1).long()
-        return self.model.forward(
-            input_ids.long(), slot.token("position", t).long(), batch, self.caches, last
-        )
+        return self.model.forward(input_ids, positions, batch, self.caches, last)
 
     def _sample(self, slot: Slot, shape: Shape, logits: torch.Tensor) -> None:
         """Sampled tokens to the slot's output and, for the carry-over, to their rows."""
         s = shape.num_sequences
-        row = slot.sequence("row", s)
         if shape.penalised:
             penalties = PenaltyTensors(
                 row=slot.sequence("penalty_row", s),
@@ -210,8 +215,7 @@ class Runner:
         tokens = sample(logits, params, greedy=shape.greedy, filtered=shape.filtered)
         if shape.penalised:
             self.penalties.count(penalties.row, tokens)
-        slot.sampled[:s] = tokens
-        self.last_token.index_copy_(0, row.long(), tokens)
+        self._keep_tokens(tokens, slot.sequence("row", s), slot.sampled[:s], self.last_token)
 
     # Captured steps
 
@@ -263,9 +267,9 @@ class Runner:
         graphs.capture((i, shape), forward)
         if shape.num_prefills:
             return  # samples like as many decodes
-        for greedy, filtered in ((True, False), (False, False), (False, True)):
-            sampling = replace(shape, greedy=greedy, filtered=filtered)
-            name = (i, shape.num_sequences, sampling.sampling)
+        for filtered in (False, True):
+            sampling = replace(shape, greedy=False, filtered=filtered)
+            name = (i, shape.num_sequences, filtered)
             graphs.capture(name, partial(self._sample, slot, sampling, logits))
 
     def _replay(self, slot: Slot, shape: Shape) -> None:
@@ -276,4 +280,4 @@ class Runner:
             with torch.inference_mode():
                 self._sample(slot, shape, self._logits[:s])
         else:
-            self._graphs.replay((i, s, shape.sampling))
+            self._graphs.replay((i, s, shape.filtered))

@@ -51,12 +51,12 @@ def sample(
     that every temperature is 0, `filtered` that some top_k, top_p or min_p is set: a step that
     needs less does less.
     """
-    if greedy:
-        return logits.argmax(-1).int()
-    if logits.is_cuda:
+    if logits.is_cuda:  # greedy, too: its maximum over some rows of a vocabulary is the faster one
         from engine import triton_sampler  # comes with torch's CUDA builds only
 
         return triton_sampler.sample(logits, params, filtered=filtered)
+    if greedy:
+        return logits.argmax(-1).int()
     logits = logits.float()
     hot = params.temperature > 0
     inverse = 1 / torch.where(hot, params.temperature, 1)

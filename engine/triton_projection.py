@@ -226,7 +226,8 @@ def launch(
 
 
 @triton.jit
-def _gate_kernel(out, x, columns, WIDTH: tl.constexpr):
+def _gate_kernel(out, x, columns, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    await_previous_kernel(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
@@ -240,7 +241,8 @@ def gate(x: torch.Tensor) -> torch.Tensor:
     columns = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     width = 2048
+    dependent = dependent_launch(x.device)
     _gate_kernel[(x.numel() // (2 * columns), triton.cdiv(columns, width))](
-        out, x, columns, WIDTH=width, num_warps=8
+        out, x, columns, WIDTH=width, DEPENDENT=dependent, num_warps=8, **launch_options(dependent)
     )
     return out

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM
 
-from engine import fusion, norm
+from engine import fused_mlp, fusion, norm
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 JOINED = {
@@ -87,6 +87,38 @@ def test_the_pass_merges_equal_products_and_additions() -> None:
     assert torch.allclose(logits_of(model, compiled), before, atol=1e-4)
     layers = model.config.num_hidden_layers
     assert counts == {"products": 3 * layers, "additions": 2 * layers}
+
+
+def test_what_follows_the_last_attention_is_done_for_picked_rows_only() -> None:
+    model = model_of("llama", width=fusion.MIN_NORM)
+    rows = torch.tensor([23, 5, 11])
+    before = logits_of(model)[:, rows]
+    fusion.fuse_projections(model)
+    fusion.fuse_norms(model)
+    fused_mlp.fuse_mlps(model)
+    done: list[int] = []
+
+    def compile_with_pass(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        fusion.merge_equal_calls(graph.graph)
+        fusion.merge_additions(graph.graph)
+        # The norm before the last feed-forward module, its two products, and the norm after it.
+        assert fusion.pick_rows_early(graph.graph) == 4
+        assert fusion.pick_rows_early(graph.graph) == 0
+        graph.graph.eliminate_dead_code()
+        graph.graph.lint()
+        values = [node.meta["val"] for node in graph.graph.nodes if "stepahead" in str(node.target)]
+        done.extend((value[0] if isinstance(value, tuple) else value).shape[1] for value in values)
+        graph.recompile()
+        return graph
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend=aot_autograd(fw_compiler=compile_with_pass), fullgraph=True)
+    ids = torch.arange(24)[None] * 7 % 150
+    with torch.inference_mode():
+        got = compiled(input_ids=ids, use_cache=False, logits_to_keep=rows).logits
+    assert torch.allclose(got, before, atol=1e-4)
+    layers = model.config.num_hidden_layers
+    assert done == [24] * (4 * layers - 3) + [3] * 4
 
 
 @pytest.mark.gpu

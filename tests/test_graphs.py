@@ -103,7 +103,7 @@ def test_replayed_steps_give_the_tokens_of_each_request_alone(depth: int) -> Non
     assert {shape.num_sequences for _, shape in forwards if not shape.num_prefills} == set(buckets(ROWS))
     mixed = {(shape.num_tokens, shape.num_sequences) for _, shape in forwards if shape.num_prefills}
     assert mixed == {(MAX_TOKENS, ROWS)}
-    assert {kind for _, _, *kinds in graphs.replayed for kind in kinds} == {"greedy"}
+    assert {kind for _, _, *kinds in graphs.replayed for kind in kinds} == {False}
     assert len(graphs.replayed) == 2 * len(forwards)  # nothing but its sampling beside each
 
 
@@ -123,8 +123,8 @@ def test_sampling_is_replayed_as_the_step_needs_it() -> None:
             runner.launch(plan)
             scheduler.commit(runner.collect())
         prompt, *rest = zip(graphs.replayed[::2], graphs.replayed[1::2], strict=True)
-        assert prompt == ((0, Shape(MAX_TOKENS, ROWS, ROWS, ROWS, 16)), (0, ROWS, kind))
-        assert rest == [((0, Shape(2, 2, 2, 0, 16)), (0, 2, kind))] * 2
+        assert prompt == ((0, Shape(MAX_TOKENS, ROWS, ROWS, ROWS, 16)), (0, ROWS, kind == "filtered"))
+        assert rest == [((0, Shape(2, 2, 2, 0, 16)), (0, 2, kind == "filtered"))] * 2
     runner.close()
 
 
