@@ -1,7 +1,8 @@
-"""Decode: one query token per sequence, its context split over as many programs as balance the batch.
+"""Decode: one query token per sequence, all contexts together cut into one even share for each program.
 
-The splits are counted on the device, from the lengths: a captured graph stays right, and balanced,
-as they grow. The grid depends on shapes alone.
+There are as many programs as the GPU holds at once, and the cuts are counted on the device, from the lengths:
+a captured graph stays right, and balanced, as they grow, and a long context among short ones keeps nobody
+waiting (Osama et al., "Stream-K", 2023; Sanovar et al., "Lean Attention", 2024). The grid depends on shapes alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,23 +17,17 @@ import triton.language as tl
 
 from engine.attention.rotary import Rotary
 from engine.attention.triton_rotary import rotated
-from engine.attention.triton_splits import SplitScratch, max_splits
+from engine.attention.triton_splits import RESIDENT, SplitScratch
 from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, score_factors
 from engine.triton_launch import admit_next_kernel, await_results, dependent_launch, launch_options
 
-MIN_SPLIT = 256
-"""Tokens below which a further split costs more (in merging) than it gains."""
+MIN_SHARE = 256
+"""Tokens below which a further program costs more (in merging) than it gains."""
+CUT_TILES = 2
+"""Tiles that may be read in the time that merging the parts of a sequence takes."""
 
 
-@triton.jit
-def _count_tiles(length, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    tiles = (length + TILE - 1) // TILE
-    if WINDOW:
-        tiles -= tl.maximum(length - window, 0) // TILE
-    return tiles
-
-
-@triton.jit(do_not_specialize=["num_decodes", "table_row", "window", "target_splits"])
+@triton.jit(do_not_specialize=["num_decodes", "table_row", "window"])
 def _decode_kernel(
     out,
     query,
@@ -55,7 +50,6 @@ def _decode_kernel(
     eps,
     num_decodes,
     window,
-    target_splits,
     inner,
     outer,
     query_token,
@@ -77,6 +71,7 @@ def _decode_kernel(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    CUT_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PADDED_SEQUENCES: tl.constexpr,
@@ -91,121 +86,133 @@ def _decode_kernel(
 ):
     admit_next_kernel(DEPENDENT)
     head = tl.program_id(0)
-    unit = tl.program_id(1)
+    program = tl.program_id(1)
 
     # Before results are awaited, lengths are read: copies and ordinary kernels wrote them, and no dependent
     # kernel starts before an ordinary one that came after these has ended, whose start emptied L1.
-    # Units of work are numbered sequence by sequence, split by split; find the one that is ours.
     sequences = tl.arange(0, PADDED_SEQUENCES)
     lengths = tl.load(context_len + sequences, mask=sequences < num_decodes, other=0)
     if not ALL:
         starts = tl.load(query_start + sequences, mask=sequences < num_decodes, other=0)
         news = tl.load(query_len + sequences, mask=sequences < num_decodes, other=0)
         lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)
-    tiles = _count_tiles(lengths, window, TILE, WINDOW)
-    tiles_per_split = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target_splits), MIN_TILES)
-    unit_end = tl.cumsum(tl.cdiv(tiles, tiles_per_split), 0)
-    sequence = tl.sum((unit_end <= unit).to(tl.int32), 0)
-    if sequence >= num_decodes:
-        await_results(DEPENDENT)
-        return
-    split = unit - tl.max(tl.where(unit_end <= unit, unit_end, 0), 0)
-
-    length = tl.load(context_len + sequence)
-    num_tiles = _count_tiles(length, window, TILE, WINDOW)
-    num_splits = tl.cdiv(num_tiles, tiles_per_split)
-    low = 0
+    tiles = tl.cdiv(lengths, TILE)
     if WINDOW:
-        low = tl.maximum(length - window, 0)
-    first = low // TILE
-    last = first + num_tiles * (split + 1) // num_splits
-    first += num_tiles * split // num_splits
-    block_table = block_tables + sequence.to(tl.int64) * table_row
+        tiles -= tl.maximum(lengths - window, 0) // TILE
+    # All tiles stand in one row, sequence after sequence, and each program takes its share of the row.
+    ends = tl.cumsum(tiles, 0)
+    begins = ends - tiles
+    num_tiles = tl.sum(tiles, 0)
+    programs = tl.maximum(tl.minimum(num_tiles // MIN_TILES, tl.num_programs(1)), 1)
+    begin = num_tiles * program // programs
+    end = tl.minimum(num_tiles * (program + 1) // programs, num_tiles)
+    # Sequences that are nearly even stay whole, one for each program: what is cut must be merged.
+    whole = (num_decodes <= tl.num_programs(1)) & (tl.max(tiles, 0) <= num_tiles // programs + CUT_TILES)
+    if whole:
+        begin = tl.sum(tl.where(sequences == program, begins, 0), 0)
+        end = tl.sum(tl.where(sequences == program, ends, 0), 0)
+    first_sequence = tl.sum((ends <= begin).to(tl.int32), 0)
+    stop = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first_sequence)
     await_results(DEPENDENT)
 
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED_DIM)
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    token = sequence.to(tl.int64)
-    heads = query + token * query_token + (head * GROUP + row)[:, None] * query_head
-    if FRESH:
-        cos += token * cos_token
-        sin += token * sin_token
-        queries = rotated(heads, dim[None, :], inside, query_norm, cos, sin, eps, HEAD_DIM, NORM)
-        if split == num_splits - 1:  # whose tiles include this token
-            one = tl.arange(0, 1)[:, None]
-            known = (dim < HEAD_DIM)[None, :]
-            slot = tl.load(cache_slots + token).to(tl.int64)
-            to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + head * cache_head
-            keys = key + token * key_token + head * key_head + one
-            keys = rotated(keys, dim[None, :], known, key_norm, cos, sin, eps, HEAD_DIM, NORM)
-            tl.store(key_cache + to + one + dim[None, :], keys, mask=known)
-            values = value + token * value_token + head * value_head + one + dim[None, :]
-            tl.store(value_cache + to + one + dim[None, :], tl.load(values, mask=known), mask=known)
-        tl.debug_barrier()  # before any thread of this program reads them
-    else:
-        queries = tl.load(heads + dim[None, :], mask=inside, other=0.0)
+    for sequence in range(first_sequence, stop):
+        length = tl.sum(tl.where(sequences == sequence, lengths, 0), 0)
+        sequence_begin = tl.sum(tl.where(sequences == sequence, begins, 0), 0)
+        sequence_end = tl.sum(tl.where(sequences == sequence, ends, 0), 0)
+        # Program i begins at tile num_tiles * i // programs, so these have the sequence's first and last.
+        first_program = ((sequence_begin + 1) * programs - 1) // num_tiles
+        last_program = (sequence_end * programs - 1) // num_tiles
+        num_splits = tl.where(whole, 1, last_program - first_program + 1)
+        low = 0
+        if WINDOW:
+            low = tl.maximum(length - window, 0)
+        first = low // TILE + tl.maximum(begin - sequence_begin, 0)
+        last = low // TILE + tl.minimum(end, sequence_end) - sequence_begin
+        if sequence_begin < sequence_end:  # a prompt among decodes has no tiles here
+            token = tl.cast(sequence, tl.int64)
+            heads = query + token * query_token + (head * GROUP + row)[:, None] * query_head
+            if FRESH:
+                cosines, sines = cos + token * cos_token, sin + token * sin_token
+                queries = rotated(
+                    heads, dim[None, :], inside, query_norm, cosines, sines, eps, HEAD_DIM, NORM
+                )
+                if end >= sequence_end:  # these tiles include this token
+                    one = tl.arange(0, 1)[:, None]
+                    known = (dim < HEAD_DIM)[None, :]
+                    slot = tl.load(cache_slots + token).to(tl.int64)
+                    to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + head * cache_head
+                    keys = key + token * key_token + head * key_head + one
+                    keys = rotated(
+                        keys, dim[None, :], known, key_norm, cosines, sines, eps, HEAD_DIM, NORM
+                    )
+                    tl.store(key_cache + to + one + dim[None, :], keys, mask=known)
+                    values = value + token * value_token + head * value_head + one + dim[None, :]
+                    tl.store(value_cache + to + one + dim[None, :], tl.load(values, mask=known), mask=known)
+                tl.debug_barrier()  # before any thread of this program reads them
+            else:
+                queries = tl.load(heads + dim[None, :], mask=inside, other=0.0)
 
-    total, row_sum, row_max = fold_tiles(
-        tl.zeros((ROWS, PADDED_DIM), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.full((ROWS,), -1.0e30, tl.float32),
-        queries,
-        tl.zeros((ROWS,), tl.int32) + (length - 1),
-        key_cache + head * cache_head,
-        value_cache + head * cache_head,
-        block_table,
-        first,
-        last,
-        low,
-        length,
-        window,
-        inner,
-        outer,
-        cache_block,
-        cache_token,
-        HEAD_DIM,
-        PADDED_DIM,
-        BLOCK_SIZE,
-        ALIGN,
-        TILE,
-        True,
-        WINDOW,
-        SOFTCAP,
-    )
-    total = total / row_sum[:, None]
-
-    out_row = (sequence.to(tl.int64) * KV_HEADS + head) * GROUP
-    if num_splits == 1:
-        tl.store(
-            out + (out_row + row)[:, None] * HEAD_DIM + dim[None, :],
-            total.to(out.dtype.element_ty),
-            mask=inside,
-        )
-    else:
-        stored = (unit.to(tl.int64) * KV_HEADS + head) * GROUP + row
-        tl.store(partial + stored[:, None] * HEAD_DIM + dim[None, :], total, mask=inside)
-        tl.store(partial_lse + stored, row_max * outer + tl.log2(row_sum), mask=row < GROUP)
-        # The barrier puts every thread's stores before the one thread's release.
-        tl.debug_barrier()
-        arrival = arrivals + sequence * KV_HEADS + head
-        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            tl.debug_barrier()
-            _merge_splits(
-                out + out_row * HEAD_DIM,
-                partial,
-                partial_lse,
-                unit - split,
-                num_splits,
-                head,
-                KV_HEADS,
-                GROUP,
+            total, row_sum, row_max = fold_tiles(
+                tl.zeros((ROWS, PADDED_DIM), tl.float32),
+                tl.zeros((ROWS,), tl.float32),
+                tl.full((ROWS,), -1.0e30, tl.float32),
+                queries,
+                tl.zeros((ROWS,), tl.int32) + (length - 1),
+                key_cache + head * cache_head,
+                value_cache + head * cache_head,
+                block_tables + token * table_row,
+                first,
+                last,
+                low,
+                length,
+                window,
+                inner,
+                outer,
+                cache_block,
+                cache_token,
                 HEAD_DIM,
-                PADDED_GROUP,
                 PADDED_DIM,
-                MERGE,
+                BLOCK_SIZE,
+                ALIGN,
+                TILE,
+                True,
+                WINDOW,
+                SOFTCAP,
             )
-            tl.store(arrival, 0)  # as the next launch expects it
+            total = total / row_sum[:, None]
+
+            out_row = (token * KV_HEADS + head) * GROUP
+            if num_splits == 1:
+                made = total.to(out.dtype.element_ty)
+                tl.store(out + (out_row + row)[:, None] * HEAD_DIM + dim[None, :], made, mask=inside)
+            else:
+                # One place for each cut of the row: the next sequence or the next program makes the next.
+                stored = ((token + program) * KV_HEADS + head) * GROUP + row
+                tl.store(partial + stored[:, None] * HEAD_DIM + dim[None, :], total, mask=inside)
+                tl.store(partial_lse + stored, row_max * outer + tl.log2(row_sum), mask=row < GROUP)
+                # The barrier puts every thread's stores before the one thread's release.
+                tl.debug_barrier()
+                arrival = arrivals + sequence * KV_HEADS + head
+                if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                    tl.debug_barrier()
+                    _merge_splits(
+                        out + out_row * HEAD_DIM,
+                        partial,
+                        partial_lse,
+                        sequence + first_program,
+                        num_splits,
+                        head,
+                        KV_HEADS,
+                        GROUP,
+                        HEAD_DIM,
+                        PADDED_GROUP,
+                        PADDED_DIM,
+                        MERGE,
+                    )
+                    tl.store(arrival, 0)  # as the next launch expects it
 
 
 @triton.jit
@@ -274,12 +281,15 @@ class Fresh(NamedTuple):
 
 
 def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
-    """Measured on an H200: `python -m benchmarks.attention --sweep`."""
+    """Measured on an H200: `python -m benchmarks.attention --sweep`.
+
+    Of the two bytes' types, a tile of keys and values takes 32 KiB and a program 96, so that a multiprocessor
+    holds `RESIDENT` and not one more: the next kernel's programs take their places as the last one's leave, and
+    those that leave early would get more than their share.
+    """
     if dtype == torch.float32:  # without tensor cores: whole operands sit in registers
         return TileConfig(tile=32, num_warps=8, num_stages=2)
-    if head_dim > 128:
-        return TileConfig(tile=32, num_warps=4, num_stages=3)
-    return TileConfig(tile=64, num_warps=4, num_stages=3)
+    return TileConfig(tile=8192 // max(64, triton.next_power_of_2(head_dim)), num_warps=4, num_stages=4)
 
 
 def decode(
@@ -310,12 +320,12 @@ def decode(
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
     config = config or decode_config(head_dim, query.dtype)
-    target_splits = max_splits(scratch.programs, kv_heads)
-    units = num_decodes + target_splits
+    programs = max(1, RESIDENT * scratch.programs // kv_heads)
+    parts = num_decodes + programs
     if (
         scratch.arrivals.numel() < num_decodes * kv_heads
-        or scratch.partial_lse.numel() < units * heads
-        or scratch.partial.numel() < units * heads * head_dim
+        or scratch.partial_lse.numel() < parts * heads
+        or scratch.partial.numel() < parts * heads * head_dim
     ):
         raise ValueError(f"decode scratch is too small for {num_decodes} x {heads} heads of {head_dim}")
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
@@ -323,7 +333,7 @@ def decode(
     dependent = dependent_launch(query.device)
     key, value, cache_slots, rotary = fresh or (query, query, query, Rotary(query, query, None, None, 0.0))
     normed = rotary.query_norm is not None
-    _decode_kernel[(kv_heads, units)](
+    _decode_kernel[(kv_heads, programs)](
         out,
         query,
         key_cache,
@@ -345,7 +355,6 @@ def decode(
         rotary.eps,
         num_decodes,
         window or 0,
-        target_splits,
         inner,
         outer,
         *query.stride()[:2],
@@ -361,7 +370,8 @@ def decode(
         BLOCK_SIZE=key_cache.shape[1],
         ALIGN=math.gcd(key_cache.stride(0), key_cache.stride(1), 16),
         TILE=config.tile,
-        MIN_TILES=triton.cdiv(MIN_SPLIT, config.tile),
+        MIN_TILES=triton.cdiv(MIN_SHARE, config.tile),
+        CUT_TILES=CUT_TILES,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         PADDED_SEQUENCES=max(32, triton.next_power_of_2(num_decodes)),

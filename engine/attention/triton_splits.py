@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+RESIDENT = 2
+"""Programs of a decode that a multiprocessor holds at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
@@ -21,14 +24,14 @@ class SplitScratch:
     arrivals: torch.Tensor
     """int32, sequences * kv_heads of them at least: splits arrived; 0 between launches."""
     programs: int
-    """Programs to aim for when counting splits."""
+    """Multiprocessors to fill."""
 
     @classmethod
     def allocate(
         cls, max_sequences: int, heads: int, kv_heads: int, head_dim: int, programs: int, device: torch.device
     ) -> SplitScratch:
         """Head counts and dimension are the largest of any layer: one with fewer heads splits further."""
-        rows = (max_sequences + programs) * heads
+        rows = (max_sequences + RESIDENT * programs) * heads
         return cls(
             partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             partial_lse=torch.empty(rows, dtype=torch.float32, device=device),
