@@ -22,13 +22,13 @@ import triton
 
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
-from engine.attention.triton_backend import PROGRAMS_PER_SM
 from engine.attention.triton_decode import decode
 from engine.attention.triton_prefill import prefill
 from engine.attention.triton_rotary import rotate_and_write
 from engine.attention.triton_splits import SplitScratch
 from engine.attention.triton_tiles import TileConfig
 from engine.attention.triton_write import write_cache
+from engine.triton_launch import multiprocessors
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda"
@@ -36,6 +36,8 @@ REPLAYS = 20
 MIN_REPLAY_US = 3000
 PAGES_BYTES = 400 << 20
 """The page sets of one case hold at least this much, if it says no more: several times the L2 cache."""
+MIN_SETS = 4
+"""As in a model, launches follow one another: each takes the places that the one before it leaves."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ DECODE = (
     Case("32 x 8K", (8192,) * 32),
     Case("1 x 32K", (32768,)),
     Case("2 x 64K among 62 x 1K", ((65536,) + (1024,) * 31) * 2),
+    Case("uneven: 32 of 256 to 8K", tuple(256 * i for i in range(1, 33))),
+    Case("20 x 4K", (4096,) * 20),
+    Case("48 x 4K", (4096,) * 48),
     Case("32 x 4K, block 64", (4096,) * 32, block_size=64),
     Case("32 x 4K, window 1024", (4096,) * 32, window=1024),
     Case("32 x 4K, softcap", (4096,) * 32, softcap=30.0),
@@ -137,9 +142,7 @@ DECODE = (
     Case("32 x 4K, head dim 96", (4096,) * 32, head_dim=96),
     Case("32 x 4K, head dim 256", (4096,) * 32, head_dim=256, heads=16, kv_heads=4),
     Case("256 x 512, 0.6B", (512,) * 256, heads=16, kv_heads=8),
-    Case("32 x 8K, grown", (8192,) * 32, grown=True),
-    Case("32 x 8K, of 32 GiB", (8192,) * 32, pages_bytes=32 << 30),  # as much as 32 layers have
-    Case("32 x 8K, grown, of 32 GiB", (8192,) * 32, grown=True, pages_bytes=32 << 30),
+    Case("32 x 8K, grown, of 32 GiB", (8192,) * 32, grown=True, pages_bytes=32 << 30),  # as 32 layers have
 )
 PREFILL = (
     Case("8 x 2048", (2048,) * 8, 2048),
@@ -152,25 +155,23 @@ PREFILL = (
     Case("8 x 2048, head dim 256", (2048,) * 8, 2048, head_dim=256, heads=16, kv_heads=4),
 )
 
-DECODE_SWEEP: list[tuple[TileConfig | None, int]] = [
-    *((None, programs_per_sm) for programs_per_sm in (1, 2, 3, 6, 8)),
-    *(
-        (TileConfig(tile, num_warps, num_stages), PROGRAMS_PER_SM)
-        for tile, num_warps, num_stages in (
-            (32, 2, 4),
-            (32, 4, 4),
-            (64, 2, 3),
-            (64, 4, 2),
-            (64, 4, 4),
-            (64, 8, 3),
-            (128, 4, 2),
-            (128, 8, 2),
-            (128, 8, 3),
-        )
-    ),
+DECODE_SWEEP = [
+    TileConfig(tile, num_warps, num_stages)
+    for tile, num_warps, num_stages in (
+        (32, 2, 7),
+        (32, 4, 7),
+        (64, 2, 4),
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 5),
+        (64, 8, 4),
+        (128, 4, 2),
+        (128, 4, 3),
+        (128, 8, 3),
+    )
 ]
-PREFILL_SWEEP: list[tuple[TileConfig | None, int]] = [
-    (TileConfig(tile, num_warps, num_stages, rows), PROGRAMS_PER_SM)
+PREFILL_SWEEP = [
+    TileConfig(tile, num_warps, num_stages, rows)
     for rows, tile, num_warps, num_stages in (
         (128, 64, 8, 2),
         (128, 64, 8, 4),
@@ -182,18 +183,18 @@ PREFILL_SWEEP: list[tuple[TileConfig | None, int]] = [
         (128, 32, 8, 3),
     )
 ]
-SWEEP: dict[str, list[tuple[TileConfig | None, int]]] = {
+SWEEP = {
     "32 x 4K": DECODE_SWEEP,
     "256 x 1K": DECODE_SWEEP,
     "32 x 512": DECODE_SWEEP,
     "32 x 4K, head dim 256": [
-        (TileConfig(tile, num_warps, num_stages), PROGRAMS_PER_SM)
-        for tile, num_warps, num_stages in ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 8, 3))
+        TileConfig(tile, num_warps, num_stages)
+        for tile, num_warps, num_stages in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3))
     ],
     "8 x 2048": PREFILL_SWEEP,
     "1 x 32768": PREFILL_SWEEP,
     "8 x 2048, head dim 256": [
-        (TileConfig(tile, num_warps, num_stages, rows), PROGRAMS_PER_SM)
+        TileConfig(tile, num_warps, num_stages, rows)
         for rows, tile, num_warps, num_stages in ((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3))
     ],
 }
@@ -205,7 +206,6 @@ class Bench:
     def __init__(self, json_path: Path | None, flashinfer: bool) -> None:
         self.json_path = json_path
         self.flashinfer = f"flashinfer {version('flashinfer-python')}" if flashinfer else ""
-        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self.bandwidth = read_bandwidth()
         self.flops = matmul_rate()
         print(
@@ -237,14 +237,14 @@ class Bench:
             with self.json_path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def run(self, case: Case, *variants: tuple[TileConfig | None, int]) -> None:
-        """Measure one case: the kernel as it is, then with other (config, programs per SM)."""
+    def run(self, case: Case, *variants: TileConfig) -> None:
+        """Measure one case: the kernel as it is, then cut otherwise."""
         torch.cuda.empty_cache()
         inputs = Inputs(case)
         limit_us = case.bytes() / self.bandwidth * 1e6
         if case.kernel == "prefill":
             limit_us = case.flops() / self.flops * 1e6
-        calls = inputs.calls(None, PROGRAMS_PER_SM * self.multiprocessors)
+        calls = inputs.calls(None)
         calls[0]()
         want = inputs.out.clone()
         self.report(case, time_calls(calls), limit_us, "as it is")
@@ -255,9 +255,9 @@ class Bench:
             calls[0]()
             torch.testing.assert_close(inputs.out, want, atol=2e-2, rtol=2e-2)
             self.report(case, time_calls(calls), limit_us, self.flashinfer)
-        for config, programs_per_sm in variants:
-            note = f"{config or 'as it is'}, {programs_per_sm} programs per SM"
-            calls = inputs.calls(config, programs_per_sm * self.multiprocessors)
+        for config in variants:
+            note = f"{config}"
+            calls = inputs.calls(config)
             try:
                 calls[0]()
             except triton.runtime.errors.OutOfResources as error:
@@ -275,7 +275,7 @@ class Inputs:
         generator = torch.Generator(DEVICE).manual_seed(0)
         blocks = [-(-context // case.block_size) for context in case.contexts]
         page_bytes = 2 * case.block_size * case.kv_heads * case.head_dim * DTYPE.itemsize
-        sets = max(1, -(-case.pages_bytes // (sum(blocks) * page_bytes)))
+        sets = max(MIN_SETS, -(-case.pages_bytes // (sum(blocks) * page_bytes)))
         shape = (1 + sets * sum(blocks), case.block_size, case.kv_heads, case.head_dim)
         sequences, tokens = len(case.contexts), len(case.contexts) * case.new
 
@@ -300,13 +300,14 @@ class Inputs:
                 taken += len(rows)
         self.tables = self.tables.to(DEVICE)
 
-    def calls(self, config: TileConfig | None, programs: int) -> list[Callable[[], None]]:
+    def calls(self, config: TileConfig | None) -> list[Callable[[], None]]:
         """One launch for each set of pages."""
         case, sequences = self.case, len(self.case.contexts)
         options = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
         tensors = (self.out, self.query, self.key_cache, self.value_cache)
+        device = self.out.device
         scratch = SplitScratch.allocate(
-            sequences, case.heads, case.kv_heads, case.head_dim, programs, torch.device(DEVICE)
+            sequences, case.heads, case.kv_heads, case.head_dim, multiprocessors(device), device
         )
         lengths = (self.query_start, self.query_len, self.context_len)
         kernel: Callable[..., None] = decode

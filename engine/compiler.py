@@ -46,4 +46,6 @@ def compile_model(model: PreTrainedModel, layers: list[LayerSpec]) -> Any:
     # because they were so in the first step.
     torch._dynamo.config.specialize_float = True
     torch.fx.experimental._config.use_duck_shape = False
-    return torch.compile(model, fullgraph=True, dynamic=True)
+    # What several operations read is computed once: on a GPU each attention call had cosines of its own.
+    once: dict[str, Any] = {"realize_reads_threshold": 0}
+    return torch.compile(model, fullgraph=True, dynamic=True, options=once)

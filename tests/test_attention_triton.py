@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET, which conftest
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1", allow_module_level=True)
 
-from engine.attention import triton_prefill  # noqa: E402
+from engine.attention import triton_decode, triton_prefill  # noqa: E402
 from engine.attention.triton_backend import TritonAttention  # noqa: E402
 from engine.attention.triton_decode import decode  # noqa: E402
 from engine.attention.triton_prefill import prefill  # noqa: E402
@@ -117,6 +119,49 @@ def test_one_sequence_takes_every_split() -> None:
 def test_more_splits_than_one_merge_takes() -> None:
     step = random_step([(5000, 1), (1, 1)], num_decodes=2, heads=12, kv_heads=1, device=DEVICE)
     check(step, programs=64)
+
+
+SHARED = {
+    "even, one each": [512] * 8,
+    "nearly even, one each": [500 - 16 * i for i in range(8)],
+    "even, two rounds": [600] * 16,
+    "short, five rounds": [9] * 40,
+    "one long among short ones": [40, 4700, 1030, 1999, 420],
+    "two for one more round": [800] * 10,
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("window", [None, 1300])
+def test_every_program_takes_its_share(
+    kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 8 programs (4 multiprocessors): right, and cut into as many parts as there are borders to cross."""
+    lengths = SHARED[kind]
+    step = small_step([(n, 1) for n in lengths], num_decodes=len(lengths), window=window, device=DEVICE)
+    attention = backend(step, programs=4)
+    for _ in range(2):
+        attention.scratch.partial_lse.fill_(torch.nan)
+        step.check(run(attention, step), atol=TOLERANCE[torch.float32])
+        assert not attention.scratch.arrivals.any()
+        parts = int(attention.scratch.partial_lse.isfinite().sum()) // 2  # two heads
+        assert parts == expected_parts(lengths, window, 8)
+    assert (parts > 0) == (len(lengths) in (5, 10))
+
+
+def expected_parts(lengths: list[int], window: int | None, most: int) -> int:
+    """Parts of sequences that are cut, by counting tile by tile."""
+    tile = 32
+    tiles = [-(-n // tile) - max(n - (window or n), 0) // tile for n in lengths]
+    row = [i for i, count in enumerate(tiles) for _ in range(count)]
+    programs = max(1, min(len(row) * tile // triton_decode.MIN_SHARE, most))
+    share, longest = len(row) // programs, max(tiles)
+    rounds = min(-(-len(lengths) // most) * longest, share + longest)
+    if rounds <= share + share // 16 + triton_decode.CUT_TILES:
+        return 0  # each is whole
+    borders = [len(row) * i // programs for i in range(programs + 1)]
+    parts = Counter(i for a, b in pairwise(borders) for i in set(row[a:b]))
+    return sum(times for times in parts.values() if times > 1)
 
 
 def test_prefill_alone_and_decode_alone() -> None:

@@ -14,8 +14,6 @@ from engine.attention.triton_splits import SplitScratch
 from engine.attention.triton_write import write_cache
 from engine.triton_launch import multiprocessors
 
-PROGRAMS_PER_SM = 1
-"""Decode programs to aim for on each multiprocessor: measured, more of them only wait for each other."""
 MAX_FRESH = 64
 """Decodes for which their kernel rotates and writes what is new itself: more make several waves of programs,
 each of which would do so before it asks for its pages."""
@@ -147,12 +145,12 @@ class TritonAttention:
 
         One alone is padded to two where steps are captured, so there is room for two.
 
-        `programs` is what decode aims for in one launch: by default a few per multiprocessor. `flashinfer`:
-        its kernel decodes in the layers that it takes (see `check_flashinfer`).
+        `programs`: multiprocessors to fill, by default all. `flashinfer`: its kernel decodes in the layers
+        that it takes (see `check_flashinfer`).
         """
         device = torch.device(device)
         if programs is None:
-            programs = PROGRAMS_PER_SM * multiprocessors(device)
+            programs = multiprocessors(device)
         self.flashinfer = flashinfer
         sequences = max(max_sequences, 2)
         self.scratch = SplitScratch.allocate(sequences, heads, kv_heads, head_dim, programs, device)

@@ -1,8 +1,9 @@
 """Decode: one query token per sequence, all contexts together cut into one even share for each program.
 
-There are as many programs as the GPU holds at once, and the cuts are counted on the device, from the lengths:
-a captured graph stays right, and balanced, as they grow, and a long context among short ones keeps nobody
-waiting (Osama et al., "Stream-K", 2023; Sanovar et al., "Lean Attention", 2024). The grid depends on shapes alone.
+As many programs as the GPU holds at once do the work. It is cut on the device, from the lengths, so a
+captured graph stays right, and balanced, as they grow, and a long context among short ones keeps nobody
+waiting (Osama et al., "Stream-K", 2023; Sanovar et al., "Lean Attention", 2024). The grid depends on shapes
+alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,7 +24,7 @@ from engine.triton_launch import admit_next_kernel, await_results, dependent_lau
 
 MIN_SHARE = 256
 """Tokens below which a further program costs more (in merging) than it gains."""
-CUT_TILES = 2
+CUT_TILES = 4
 """Tiles that may be read in the time that merging the parts of a sequence takes."""
 
 
@@ -72,6 +73,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     CUT_TILES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PADDED_SEQUENCES: tl.constexpr,
@@ -95,7 +97,7 @@ def _decode_kernel(
     if not ALL:
         starts = tl.load(query_start + sequences, mask=sequences < num_decodes, other=0)
         news = tl.load(query_len + sequences, mask=sequences < num_decodes, other=0)
-        lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)
+        lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)  # 0 for the last ones
     tiles = tl.cdiv(lengths, TILE)
     if WINDOW:
         tiles -= tl.maximum(lengths - window, 0) // TILE
@@ -103,11 +105,14 @@ def _decode_kernel(
     ends = tl.cumsum(tiles, 0)
     begins = ends - tiles
     num_tiles = tl.sum(tiles, 0)
-    programs = tl.maximum(tl.minimum(num_tiles // MIN_TILES, tl.num_programs(1)), 1)
+    programs = tl.maximum(tl.minimum(num_tiles // MIN_TILES, PROGRAMS), 1)
     begin = num_tiles * program // programs
     end = tl.minimum(num_tiles * (program + 1) // programs, num_tiles)
-    # Sequences that are nearly even stay whole, one for each program: what is cut must be merged.
-    whole = (num_decodes <= tl.num_programs(1)) & (tl.max(tiles, 0) <= num_tiles // programs + CUT_TILES)
+    # But sequences stay whole, a program for each, where that takes no longer: what is cut must be merged.
+    share, longest = num_tiles // programs, tl.max(tiles, 0)
+    decodes = tl.sum((tiles > 0).to(tl.int32), 0)
+    rounds = tl.minimum(tl.cdiv(decodes, PROGRAMS) * longest, share + longest)
+    whole = rounds <= share + share // 16 + CUT_TILES
     if whole:
         begin = tl.sum(tl.where(sequences == program, begins, 0), 0)
         end = tl.sum(tl.where(sequences == program, ends, 0), 0)
@@ -125,103 +130,98 @@ def _decode_kernel(
         # Program i begins at tile num_tiles * i // programs, so these have the sequence's first and last.
         first_program = ((sequence_begin + 1) * programs - 1) // num_tiles
         last_program = (sequence_end * programs - 1) // num_tiles
-        num_splits = tl.where(whole, 1, last_program - first_program + 1)
+        num_parts = tl.where(whole, 1, last_program - first_program + 1)
         low = 0
         if WINDOW:
             low = tl.maximum(length - window, 0)
         first = low // TILE + tl.maximum(begin - sequence_begin, 0)
         last = low // TILE + tl.minimum(end, sequence_end) - sequence_begin
-        if sequence_begin < sequence_end:  # a prompt among decodes has no tiles here
-            token = tl.cast(sequence, tl.int64)
-            heads = query + token * query_token + (head * GROUP + row)[:, None] * query_head
-            if FRESH:
-                cosines, sines = cos + token * cos_token, sin + token * sin_token
-                queries = rotated(
-                    heads, dim[None, :], inside, query_norm, cosines, sines, eps, HEAD_DIM, NORM
-                )
-                if end >= sequence_end:  # these tiles include this token
-                    one = tl.arange(0, 1)[:, None]
-                    known = (dim < HEAD_DIM)[None, :]
-                    slot = tl.load(cache_slots + token).to(tl.int64)
-                    to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + head * cache_head
-                    keys = key + token * key_token + head * key_head + one
-                    keys = rotated(
-                        keys, dim[None, :], known, key_norm, cosines, sines, eps, HEAD_DIM, NORM
-                    )
-                    tl.store(key_cache + to + one + dim[None, :], keys, mask=known)
-                    values = value + token * value_token + head * value_head + one + dim[None, :]
-                    tl.store(value_cache + to + one + dim[None, :], tl.load(values, mask=known), mask=known)
-                tl.debug_barrier()  # before any thread of this program reads them
-            else:
-                queries = tl.load(heads + dim[None, :], mask=inside, other=0.0)
+        token = tl.cast(sequence, tl.int64)
+        heads = query + token * query_token + (head * GROUP + row)[:, None] * query_head
+        if FRESH:
+            cosines, sines = cos + token * cos_token, sin + token * sin_token
+            queries = rotated(heads, dim[None, :], inside, query_norm, cosines, sines, eps, HEAD_DIM, NORM)
+            if end >= sequence_end:  # these tiles include this token
+                one = tl.arange(0, 1)[:, None]
+                known = (dim < HEAD_DIM)[None, :]
+                slot = tl.load(cache_slots + token).to(tl.int64)
+                to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_token + head * cache_head
+                keys = key + token * key_token + head * key_head + one
+                keys = rotated(keys, dim[None, :], known, key_norm, cosines, sines, eps, HEAD_DIM, NORM)
+                tl.store(key_cache + to + one + dim[None, :], keys, mask=known)
+                values = value + token * value_token + head * value_head + one + dim[None, :]
+                tl.store(value_cache + to + one + dim[None, :], tl.load(values, mask=known), mask=known)
+            tl.debug_barrier()  # before any thread of this program reads them
+        else:
+            queries = tl.load(heads + dim[None, :], mask=inside, other=0.0)
 
-            total, row_sum, row_max = fold_tiles(
-                tl.zeros((ROWS, PADDED_DIM), tl.float32),
-                tl.zeros((ROWS,), tl.float32),
-                tl.full((ROWS,), -1.0e30, tl.float32),
-                queries,
-                tl.zeros((ROWS,), tl.int32) + (length - 1),
-                key_cache + head * cache_head,
-                value_cache + head * cache_head,
-                block_tables + token * table_row,
-                first,
-                last,
-                low,
-                length,
-                window,
-                inner,
-                outer,
-                cache_block,
-                cache_token,
-                HEAD_DIM,
-                PADDED_DIM,
-                BLOCK_SIZE,
-                ALIGN,
-                TILE,
-                True,
-                WINDOW,
-                SOFTCAP,
-            )
-            total = total / row_sum[:, None]
+        total, row_sum, row_max = fold_tiles(
+            tl.zeros((ROWS, PADDED_DIM), tl.float32),
+            tl.zeros((ROWS,), tl.float32),
+            tl.full((ROWS,), -1.0e30, tl.float32),
+            queries,
+            tl.zeros((ROWS,), tl.int32) + (length - 1),
+            key_cache + head * cache_head,
+            value_cache + head * cache_head,
+            block_tables + token * table_row,
+            first,
+            last,
+            low,
+            length,
+            window,
+            inner,
+            outer,
+            cache_block,
+            cache_token,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            ALIGN,
+            TILE,
+            True,
+            WINDOW,
+            SOFTCAP,
+        )
+        total = total / row_sum[:, None]
 
-            out_row = (token * KV_HEADS + head) * GROUP
-            if num_splits == 1:
-                made = total.to(out.dtype.element_ty)
-                tl.store(out + (out_row + row)[:, None] * HEAD_DIM + dim[None, :], made, mask=inside)
-            else:
-                # One place for each cut of the row: the next sequence or the next program makes the next.
-                stored = ((token + program) * KV_HEADS + head) * GROUP + row
-                tl.store(partial + stored[:, None] * HEAD_DIM + dim[None, :], total, mask=inside)
-                tl.store(partial_lse + stored, row_max * outer + tl.log2(row_sum), mask=row < GROUP)
-                # The barrier puts every thread's stores before the one thread's release.
+        out_row = (token * KV_HEADS + head) * GROUP
+        if num_parts == 1:
+            made = total.to(out.dtype.element_ty)
+            tl.store(out + (out_row + row)[:, None] * HEAD_DIM + dim[None, :], made, mask=inside)
+        else:
+            # One place for each cut of the row: the next sequence or the next program makes the next.
+            stored = ((token + program) * KV_HEADS + head) * GROUP + row
+            tl.store(partial + stored[:, None] * HEAD_DIM + dim[None, :], total, mask=inside)
+            tl.store(partial_lse + stored, row_max * outer + tl.log2(row_sum), mask=row < GROUP)
+            # The barrier puts every thread's stores before the one thread's release.
+            tl.debug_barrier()
+            arrival = arrivals + sequence * KV_HEADS + head
+            if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
                 tl.debug_barrier()
-                arrival = arrivals + sequence * KV_HEADS + head
-                if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-                    tl.debug_barrier()
-                    _merge_splits(
-                        out + out_row * HEAD_DIM,
-                        partial,
-                        partial_lse,
-                        sequence + first_program,
-                        num_splits,
-                        head,
-                        KV_HEADS,
-                        GROUP,
-                        HEAD_DIM,
-                        PADDED_GROUP,
-                        PADDED_DIM,
-                        MERGE,
-                    )
-                    tl.store(arrival, 0)  # as the next launch expects it
+                _merge_parts(
+                    out + out_row * HEAD_DIM,
+                    partial,
+                    partial_lse,
+                    sequence + first_program,
+                    num_parts,
+                    head,
+                    KV_HEADS,
+                    GROUP,
+                    HEAD_DIM,
+                    PADDED_GROUP,
+                    PADDED_DIM,
+                    MERGE,
+                )
+                tl.store(arrival, 0)  # as the next launch expects it
 
 
 @triton.jit
-def _merge_splits(
+def _merge_parts(
     out,
     partial,
     partial_lse,
-    first_unit,
-    num_splits,
+    first_part,
+    num_parts,
     head,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -237,10 +237,10 @@ def _merge_splits(
     total = tl.zeros((PADDED_GROUP, PADDED_DIM), tl.float32)
     weight_sum = tl.zeros((PADDED_GROUP,), tl.float32)
     highest = tl.full((PADDED_GROUP,), -1.0e30, tl.float32)
-    for begin in range(0, num_splits, MERGE):
+    for begin in range(0, num_parts, MERGE):
         split = begin + tl.arange(0, MERGE)
-        arrived = (split < num_splits)[:, None]
-        stored = ((first_unit + split).to(tl.int64) * KV_HEADS + head)[:, None] * GROUP + row[None, :]
+        arrived = (split < num_parts)[:, None]
+        stored = ((first_part + split).to(tl.int64) * KV_HEADS + head)[:, None] * GROUP + row[None, :]
         # .cg: from L2, where the other programs' stores are; L1 may hold an older launch's.
         lse = tl.load(
             partial_lse + stored,
@@ -283,9 +283,9 @@ class Fresh(NamedTuple):
 def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
     """Measured on an H200: `python -m benchmarks.attention --sweep`.
 
-    Of the two bytes' types, a tile of keys and values takes 32 KiB and a program 96, so that a multiprocessor
-    holds `RESIDENT` and not one more: the next kernel's programs take their places as the last one's leave, and
-    those that leave early would get more than their share.
+    In 16 bits a tile of keys and values takes 32 KiB and a program 96, so that a multiprocessor holds
+    `RESIDENT` and not one more: programs take their places as those of the kernel before leave, and the
+    multiprocessors that are free first would get more than their share.
     """
     if dtype == torch.float32:  # without tensor cores: whole operands sit in registers
         return TileConfig(tile=32, num_warps=8, num_stages=2)
@@ -333,7 +333,7 @@ def decode(
     dependent = dependent_launch(query.device)
     key, value, cache_slots, rotary = fresh or (query, query, query, Rotary(query, query, None, None, 0.0))
     normed = rotary.query_norm is not None
-    _decode_kernel[(kv_heads, programs)](
+    _decode_kernel[(kv_heads, max(num_decodes, programs))](
         out,
         query,
         key_cache,
@@ -372,6 +372,7 @@ def decode(
         TILE=config.tile,
         MIN_TILES=triton.cdiv(MIN_SHARE, config.tile),
         CUT_TILES=CUT_TILES,
+        PROGRAMS=programs,
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         PADDED_SEQUENCES=max(32, triton.next_power_of_2(num_decodes)),
