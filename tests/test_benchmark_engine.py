@@ -106,7 +106,7 @@ def test_a_peer_that_fails_is_a_line_and_the_others_go_on(lines: list[dict[str, 
 @pytest.mark.gpu
 def test_kernels_are_busy_for_a_share_of_a_step(lines: list[dict[str, Any]]) -> None:
     for line in lines:
-        if line["peer"] is None:
+        if line["peer"] is None and line["output"] > 1:  # the other has one step, which is no share of itself
             assert 0 < line["gpu_active_kernels"] <= 1
             assert line["kernel_ms_per_step"] < line["profiled_ms_per_step"]
 
