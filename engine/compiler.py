@@ -30,8 +30,7 @@ def compile_model(model: PreTrainedModel, layers: list[LayerSpec]) -> Any:
     """
     fuse_projections(model)
     fuse_norms(model)
-    fuse_attention(model, layers)
-    fuse_mlps(model)
+    fused = (fuse_attention(model, layers), fuse_mlps(model))
     # Not /tmp, so that the second start finds what the first one compiled.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache) / "stepahead" / "inductor"))
@@ -46,6 +45,9 @@ def compile_model(model: PreTrainedModel, layers: list[LayerSpec]) -> Any:
     # because they were so in the first step.
     torch._dynamo.config.specialize_float = True
     torch.fx.experimental._config.use_duck_shape = False
-    # What several operations read is computed once: on a GPU each attention call had cosines of its own.
-    once: dict[str, Any] = {"realize_reads_threshold": 0}
-    return torch.compile(model, fullgraph=True, dynamic=True, options=once)
+    options: dict[str, Any] = {}
+    if fused == (len(layers), len(layers)):
+        # Little is left to the compiler, and what several operations read is computed once: on a GPU every
+        # fourth attention call had cosines computed for it.
+        options["realize_reads_threshold"] = 0
+    return torch.compile(model, fullgraph=True, dynamic=True, options=options)

@@ -237,9 +237,12 @@ def pick_rows_early(graph: torch.fx.Graph) -> int:
         source, indices = pick.args
         if len(indices) != 2 or indices[0] is not None or indices[1].op != "placeholder":
             continue
-        serving = _serving(pick)
+        if source.meta["val"].dim() != 3:
+            continue
+        found = _serving(pick)
+        serving = [node for node in graph.nodes if node in found]
         picked: dict[Any, torch.fx.Node] = {}
-        for node in reversed(serving):
+        for node in serving:
             for i, arg in enumerate(node.args[: _BY_ROW.get(node.target, 0)]):
                 if arg in serving:
                     continue
@@ -256,9 +259,9 @@ def pick_rows_early(graph: torch.fx.Graph) -> int:
     return moved
 
 
-def _serving(pick: torch.fx.Node) -> list[Any]:
-    """What is used for the picked rows only, the last one first."""
-    found: dict[Any, None] = {}
+def _serving(pick: torch.fx.Node) -> set[Any]:
+    """What is used for the picked rows only."""
+    found: set[Any] = set()
     waiting: list[Any] = [pick.args[0]]
     while waiting:
         node = waiting.pop(0)
@@ -270,9 +273,9 @@ def _serving(pick: torch.fx.Node) -> list[Any]:
             continue
         users = {user for part in parts for user in part.users}
         if users <= {pick, *parts, *found}:
-            found |= dict.fromkeys(parts)
+            found |= {*parts}
             waiting += node.args[: _BY_ROW[node.target]]
-    return list(found)
+    return found
 
 
 def _infer(node: torch.fx.Node) -> None:

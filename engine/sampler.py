@@ -44,7 +44,7 @@ class SamplingTensors:
 def sample(
     logits: torch.Tensor, params: SamplingTensors, *, greedy: bool = False, filtered: bool = True
 ) -> torch.Tensor:
-    """Logits [S, V] of any float dtype -> int32 token ids [S].
+    """Logits [S, V] -> int32 token ids [S]. On a GPU the logits' rows are contiguous, and of 16 or 32 bits.
 
     With noise g of the Gumbel distribution, argmax(logits / temperature + g) is a sample of
     softmax(logits / temperature) (Gumbel-max; Maddison et al., "A* sampling", 2014). `greedy` says

@@ -122,31 +122,35 @@ def test_more_splits_than_one_merge_takes() -> None:
 
 
 SHARED = {
-    "even, one each": [512] * 8,
-    "nearly even, one each": [500 - 16 * i for i in range(8)],
-    "even, two rounds": [600] * 16,
-    "short, five rounds": [9] * 40,
-    "one long among short ones": [40, 4700, 1030, 1999, 420],
-    "two for one more round": [800] * 10,
+    # lengths, multiprocessors (for two programs each), whether any is cut
+    "even, one each": ([512] * 8, 4, False),
+    "nearly even, one each": ([500 - 16 * i for i in range(8)], 4, False),
+    "even, two rounds": ([600] * 16, 4, False),
+    "short, five rounds": ([9] * 40, 4, False),
+    "more programs than sequences are padded to": ([9] * 33, 40, False),
+    "programs without work": ([40, 9, 1], 40, False),
+    "one long among short ones": ([40, 4700, 1030, 1999, 420], 4, True),
+    "two for one more round": ([800] * 10, 4, True),
+    "a share that ends where a sequence does": ([512, 288], 4, True),
 }
 
 
 @pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("window", [None, 1300])
-def test_every_program_takes_its_share(
-    kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By 8 programs (4 multiprocessors): right, and cut into as many parts as there are borders to cross."""
-    lengths = SHARED[kind]
-    step = small_step([(n, 1) for n in lengths], num_decodes=len(lengths), window=window, device=DEVICE)
-    attention = backend(step, programs=4)
+def test_every_program_takes_its_share(kind: str, window: int | None) -> None:
+    """Right, and cut into as many parts as there are borders to cross."""
+    lengths, programs, cut = SHARED[kind]
+    step = random_step(
+        [(n, 1) for n in lengths], num_decodes=len(lengths), heads=1, kv_heads=1, window=window, device=DEVICE
+    )
+    attention = backend(step, programs=programs)
     for _ in range(2):
         attention.scratch.partial_lse.fill_(torch.nan)
         step.check(run(attention, step), atol=TOLERANCE[torch.float32])
         assert not attention.scratch.arrivals.any()
-        parts = int(attention.scratch.partial_lse.isfinite().sum()) // 2  # two heads
-        assert parts == expected_parts(lengths, window, 8)
-    assert (parts > 0) == (len(lengths) in (5, 10))
+        parts = int(attention.scratch.partial_lse.isfinite().sum())
+        assert parts == expected_parts(lengths, window, 2 * programs)
+        assert (parts > 0) == cut
 
 
 def expected_parts(lengths: list[int], window: int | None, most: int) -> int:

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoModelForCausalLM
 
 from engine import fused_mlp, fusion, norm
+from engine.projection import project
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 JOINED = {
@@ -119,6 +120,34 @@ def test_what_follows_the_last_attention_is_done_for_picked_rows_only() -> None:
     assert torch.allclose(got, before, atol=1e-4)
     layers = model.config.num_hidden_layers
     assert done == [24] * (4 * layers - 3) + [3] * 4
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_two_branches_that_read_the_same_and_rows_that_are_none(rank: int) -> None:
+    """The choice comes before both of its readers; of a matrix, `[:, i]` picks columns, which stay."""
+    x = torch.randn(1, 6, 64)[(0,) * (3 - rank)]
+    weights, norm_weight = torch.randn(2, 64, 64), torch.rand(64)
+
+    def branches(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        one, other = (project(x, w, None, 0.0, False) for w in weights)
+        made: torch.Tensor = norm.add_rms_norm(one, other, norm_weight, 1e-6)[0][:, rows]
+        return made
+
+    moved: list[int] = []
+
+    def compile_with_pass(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        moved.append(fusion.pick_rows_early(graph.graph))
+        graph.graph.lint()
+        graph.recompile()
+        return graph
+
+    torch._dynamo.reset()
+    rows = torch.tensor([4, 0])
+    compiled: Any = torch.compile(branches, backend=aot_autograd(fw_compiler=compile_with_pass))
+    with torch.inference_mode():
+        assert torch.allclose(compiled(x, rows), branches(x, rows), atol=1e-5)
+    assert moved == [3 if rank == 3 else 0]
 
 
 @pytest.mark.gpu

@@ -106,8 +106,8 @@ def _decode_kernel(
     begins = ends - tiles
     num_tiles = tl.sum(tiles, 0)
     programs = tl.maximum(tl.minimum(num_tiles // MIN_TILES, PROGRAMS), 1)
-    begin = num_tiles * program // programs
-    end = tl.minimum(num_tiles * (program + 1) // programs, num_tiles)
+    begin = num_tiles * tl.minimum(program, programs) // programs  # nothing for those beyond, and no overflow
+    end = num_tiles * tl.minimum(program + 1, programs) // programs
     # But sequences stay whole, a program for each, where that takes no longer: what is cut must be merged.
     share, longest = num_tiles // programs, tl.max(tiles, 0)
     decodes = tl.sum((tiles > 0).to(tl.int32), 0)
