@@ -18,7 +18,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import triton
+
+try:
+    import triton
+except ImportError:
+    raise SystemExit("needs a CUDA GPU, and Triton, which comes with torch's CUDA builds") from None
 
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary

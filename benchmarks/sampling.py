@@ -12,11 +12,11 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks.attention import DEVICE, read_bandwidth, time_calls
 from engine import sampler, triton_sampler
@@ -90,7 +90,7 @@ class Bench:
         self.out = out
         self.bandwidth = read_bandwidth()
         print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}: "
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {version('triton')}: "
             f"reads {self.bandwidth / 1e12:.2f} TB/s"
         )
 
@@ -117,7 +117,7 @@ class Bench:
                 "config": asdict(config) if config else None,
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
-                "triton": triton.__version__,
+                "triton": version("triton"),
             }
             with self.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -154,8 +154,8 @@ class Bench:
 
         self.report(case, logits, call, None)
 
-    def run_torch(self, kind: str, case: Case) -> None:
-        """torch's own: what greedy takes, and what sorting alone would."""
+    def run_beside(self, kind: str, case: Case) -> None:
+        """What greedy takes, and what torch's sort alone would."""
         logits, params = case.logits(), case.params()
         calls: dict[str, Callable[[], object]] = {
             "greedy": lambda: sampler.sample(logits, params, greedy=True),
@@ -174,8 +174,8 @@ def main() -> None:
     for vocab in VOCABULARIES:
         for rows in STEP_US:
             first = Case("noise", rows, vocab, torch.bfloat16, "flat")
-            bench.run_torch("greedy", first)
-            bench.run_torch("a sort alone", first)
+            bench.run_beside("greedy", first)
+            bench.run_beside("a sort alone", first)
             for kind in KINDS:
                 for spread in SPREADS if KINDS[kind] else ("flat",):
                     bench.run(Case(kind, rows, vocab, torch.bfloat16, spread), SamplerConfig())
