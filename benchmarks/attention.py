@@ -13,8 +13,10 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ try:
 except ImportError:
     raise SystemExit("needs a CUDA GPU, and Triton, which comes with torch's CUDA builds") from None
 
+from benchmarks.arguments import file
 from engine.attention.flashinfer_decode import flashinfer_decode, takes
 from engine.attention.rotary import Rotary
 from engine.attention.triton_decode import decode
@@ -234,12 +237,13 @@ class Bench:
                 **asdict(timing),
                 "limit_us": limit_us,
                 "note": note,
+                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
                 "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
                 "triton": triton.__version__,
             }
-            with self.json_path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            with self.json_path.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
 
     def run(self, case: Case, *variants: TileConfig) -> None:
         """Measure one case: the kernel as it is, then cut otherwise."""
@@ -368,8 +372,12 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try other tile configurations too")
     parser.add_argument("--flashinfer", action="store_true", help="measure FlashInfer's decode too")
     parser.add_argument("--case", nargs="*", choices=[case.name for case in (*DECODE, *PREFILL)])
-    parser.add_argument("--json", type=Path, help="append one JSON line per figure to this file")
+    parser.add_argument("--json", type=file, help="append one JSON line per figure to this file")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU")
+    if arguments.flashinfer and find_spec("flashinfer") is None:
+        parser.error("--flashinfer: FlashInfer is not installed")
     bench = Bench(arguments.json, arguments.flashinfer)
     for tokens in () if arguments.case else (32, 256, 8192):
         bench_write(tokens)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks import arguments
 from benchmarks.limits import measure_limits, percentages, read_bandwidth
 from benchmarks.measuring import Measured, Prompts
 from benchmarks.pages.engine import screen
@@ -241,13 +242,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", nargs="*", choices=WORKLOADS, default=[])
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=[])
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--model", help="directory of a chat model with its weights, in place of --shape")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=1, help="of each configuration, on one started engine")
+    parser.add_argument(
+        "--model",
+        type=arguments.folder,
+        help="directory of a chat model with its weights, in place of --shape",
+    )
+    parser.add_argument("--requests", type=arguments.count, default=32)
+    parser.add_argument("--prompt", type=arguments.count, default=256)
+    parser.add_argument("--output", type=arguments.count, default=128)
+    parser.add_argument(
+        "--runs", type=arguments.count, default=1, help="of each configuration, on one started engine"
+    )
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="both")
     parser.add_argument("--max-tokens-per-step", type=int, default=8192)
     parser.add_argument("--block-size", type=int, default=16)
@@ -256,13 +263,19 @@ def main() -> None:
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
     parser.add_argument("--peer", choices=["transformers"], help="also run this, on the same weights")
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--profile", type=Path, help="write tables of kernels to this file (on a GPU)")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument(
+        "--profile", type=arguments.file, help="write tables of kernels to this file (on a GPU)"
+    )
+    parser.add_argument("--out", type=arguments.file, help="append the JSON lines to this file")
     args = parser.parse_args()
     workloads = [WORKLOADS[name] for name in args.workload]
     for shape in filter(None, (args.shape, args.model)):
         name = f"{Path(shape).name}-{args.requests}x{args.prompt}+{args.output}"
         workloads.append(Workload(name, shape, args.requests, args.prompt, args.output))
+    if not workloads:
+        parser.error("name a --workload, --shape or --model")
+    if not torch.cuda.is_available() and any(each.shape == "8b" for each in workloads):
+        parser.error("there is no GPU, and the 8b shape would fill this machine's memory")
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("engine").setLevel(logging.INFO)
     results = Results(args.out)

@@ -16,7 +16,7 @@ import torch
 from engine.collector import spare_collector
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
-from engine.request import Output, Request, SamplingParams
+from engine.request import FinishReason, Output, Request, SamplingParams
 from engine.timeline import IDLE, PHASES, Recording, StepTimes, Timeline
 
 MOST_STEPS = 20_000
@@ -136,7 +136,9 @@ class Measured:
 
         def sink(output: Output) -> None:
             tokens.extend(output.tokens)
-            if output.finish_reason is not None:
+            if output.finish_reason is FinishReason.ERROR:
+                ended.set_exception(RuntimeError("the engine failed; its log says why"))
+            elif output.finish_reason is not None:
                 ended.set_result(None)
 
         sampling = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)

@@ -18,23 +18,30 @@ from benchmarks.pages.traffic import traffic_page
 
 
 def make(lines: list[dict[str, Any]]) -> str:
+    """Raises `LookupError` where there is no page for such lines."""
     for key, kind in (
         ("system", cpu_page),
         ("scenario", traffic_page),
         ("phase", fleet_page),
         ("route", streaming_page),
+        ("workload", engine_page),
     ):
-        if key in lines[0]:
+        if lines and key in lines[0]:
             return kind(lines)
-    return engine_page(lines)
+    raise LookupError("there is no page for such lines")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    results: Path = parser.parse_args().results
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    results.with_suffix(".md").write_text(make(lines))
+    parser.add_argument("results", type=argparse.FileType())
+    with parser.parse_args().results as results:
+        lines = [json.loads(line) for line in results]
+    path = Path(results.name).with_suffix(".md")
+    try:
+        path.write_text(make(lines))
+    except LookupError as error:
+        parser.error(f"{results.name}: {error}")
+    print(path)
 
 
 if __name__ == "__main__":

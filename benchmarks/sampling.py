@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import file
 from benchmarks.attention import DEVICE, read_bandwidth, time_calls
 from engine import sampler, triton_sampler
 from engine.penalties import Penalties, PenaltyTensors
@@ -119,8 +120,8 @@ class Bench:
                 "torch": torch.__version__,
                 "triton": version("triton"),
             }
-            with self.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            with self.out.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
 
     def run(self, case: Case, config: SamplerConfig) -> None:
         logits, params = case.logits(), case.params()
@@ -168,8 +169,10 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other ways to cut the work too")
-    parser.add_argument("--out", type=Path, help="append one JSON line per figure to this file")
+    parser.add_argument("--out", type=file, help="append one JSON line per figure to this file")
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU")
     bench = Bench(arguments.out)
     for vocab in VOCABULARIES:
         for rows in STEP_US:

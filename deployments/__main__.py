@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,6 +98,7 @@ def _resolve(model: str) -> str:
 
 
 def _shape(name: str, folder: Path, context: int) -> str:
+    sys.path.append(str(Path.cwd()))  # where a checkout is, if this is one: no part of what is installed
     try:
         from benchmarks.workloads import SHAPES, save_config
     except ImportError as error:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from engine.attention.rotary import Rotary
-from engine.fusion import Slice
+from engine.fusion import Slice, close
 from engine.probe import LayerSpec
 from engine.projection import project
 
@@ -186,11 +186,3 @@ def _outcome(module: nn.Module, call: dict[str, Any]) -> list[torch.Tensor]:
     recorder = _Recorder()
     output: torch.Tensor = module(**call | {"pages": recorder})[0]
     return [*recorder.seen, output]
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """But for a few roundings."""
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        return False
-    tolerance = max(torch.finfo(wanted.dtype).eps, 1e-5)
-    return bool((got.double() - wanted.double()).norm() <= tolerance * wanted.double().norm())

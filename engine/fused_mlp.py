@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.fused_attention import MAGNITUDES, TOKENS, close
-from engine.fusion import Slice
+from engine.fused_attention import MAGNITUDES, TOKENS
+from engine.fusion import Slice, close
 from engine.projection import project
 
 

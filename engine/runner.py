@@ -172,7 +172,7 @@ class Runner:
         """Carry-over and forward: logits [S, V]."""
         t, s = shape.num_tokens, shape.num_sequences
         query_start, query_len = slot.sequence("query_start", s), slot.sequence("query_len", s)
-        input_ids, positions, last, block_tables = self._step_inputs(
+        input_ids, positions, logits_indices, block_tables = self._step_inputs(
             self.last_token,
             slot.token("carry_row", t),
             slot.token("input_id", t),
@@ -190,7 +190,7 @@ class Runner:
             num_decodes=shape.num_decodes,
             num_prefills=shape.num_prefills,
         )
-        return self.model.forward(input_ids, positions, batch, self.caches, last)
+        return self.model.forward(input_ids, positions, batch, self.caches, logits_indices)
 
     def _sample(self, slot: Slot, shape: Shape, logits: torch.Tensor) -> None:
         """Sampled tokens to the slot's output and, for the carry-over, to their rows."""
@@ -268,6 +268,7 @@ class Runner:
         if shape.num_prefills:
             return  # samples like as many decodes
         for filtered in (False, True):
+            # On a GPU greedy sequences are sampled like others, without noise.
             sampling = replace(shape, greedy=False, filtered=filtered)
             name = (i, shape.num_sequences, filtered)
             graphs.capture(name, partial(self._sample, slot, sampling, logits))

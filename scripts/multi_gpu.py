@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import amount, count, file
 from benchmarks.ports import free_port
 from benchmarks.targets import Clients, now, undisturbed
 
@@ -93,24 +94,24 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", nargs="+", choices=["8b", "0.6b", "demo"], default=["8b"])
-    parser.add_argument("--replicas", type=int, nargs="+", help="one and all GPUs by default")
-    parser.add_argument("--routers", type=int, help="four for each replica by default")
+    parser.add_argument("--replicas", type=count, nargs="+", help="one and all GPUs by default")
+    parser.add_argument("--routers", type=count, help="four for each replica by default")
     parser.add_argument("--ingress", choices=INGRESS, default="direct")
-    parser.add_argument("--streams", type=int, default=256, help="for each replica")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--streams", type=count, default=256, help="for each replica")
+    parser.add_argument("--prompt", type=count, default=128)
+    parser.add_argument("--output", type=count, default=256)
     parser.add_argument("--ramp", type=float, default=2.0, help="seconds of load before a measurement")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--max-tokens-per-step", type=int, default=2048)
+    parser.add_argument("--seconds", type=amount, default=5.0, help="of each measurement")
+    parser.add_argument("--max-tokens-per-step", type=count, default=2048)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--clients", type=int, help="processes; a quarter of the cores by default")
-    parser.add_argument("--paced", type=float, help="no GPU, so many times an H200's time")
+    parser.add_argument("--clients", type=count, help="processes; a quarter of the cores by default")
+    parser.add_argument("--paced", type=amount, help="no GPU, so many times an H200's time")
     parser.add_argument("--flame", type=Path, help="folder for flame graphs (py-spy, as root)")
     parser.add_argument("--logs", type=Path, help="copy Ray's logs here at the end")
-    parser.add_argument("--limit", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--limit", type=amount, default=560, help="seconds for everything")
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
     parser.add_argument("--note", default="", help="goes into the results")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--out", type=file, help="append the JSON lines to this file")
     args = parser.parse_args()
     found, args.device = gpus() if args.paced is None else (0, "CPUs")
     if args.paced is None and not found:

@@ -120,6 +120,34 @@ def test_the_page_of_these_lines(lines: list[dict[str, Any]]) -> None:
     assert "| tiny | on | 2 |" in times
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "name a --workload, --shape or --model"),
+        ("--workload tiny --runs 0", "argument --runs: 0 is less than 1"),
+        ("--workload tiny --out /nowhere/lines", "argument --out: /nowhere/lines can't be written"),
+        ("--model /nowhere", "argument --model: there is no folder /nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine", *arguments.split()])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_8b_model_is_not_tried_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["engine", "--workload", "8b-b32"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "there is no GPU" in capsys.readouterr().err
+
+
 # Its parts
 
 

@@ -69,6 +69,31 @@ def test_a_norm_with_another_formula_is_left_alone() -> None:
     assert fusion.fuse_norms(nn.Sequential(Norm())) == 0
 
 
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda x, eps: x / (x.square().mean(-1, keepdim=True).sqrt() + eps),
+        lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True)),
+        lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True).clamp(min=eps)),
+        lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 100 * eps),
+        lambda x, eps: x.no_such_thing(),
+    ],
+)
+def test_a_norm_that_differs_near_zero_is_left_alone_with_its_weight(formula: Any) -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(fusion.MIN_NORM)), 1e-5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed: torch.Tensor = formula(x, self.eps) * self.weight
+            return normed
+
+    norms = nn.Sequential(Norm())
+    assert fusion.fuse_norms(norms) == 0
+    assert torch.equal(norms[0].weight, torch.ones(fusion.MIN_NORM))  # type: ignore[arg-type]
+
+
 def test_the_pass_merges_equal_products_and_additions() -> None:
     model = model_of("llama", width=fusion.MIN_NORM)
     before = logits_of(model)

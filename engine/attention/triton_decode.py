@@ -97,7 +97,7 @@ def _decode_kernel(
     if not ALL:
         starts = tl.load(query_start + sequences, mask=sequences < num_decodes, other=0)
         news = tl.load(query_len + sequences, mask=sequences < num_decodes, other=0)
-        lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)  # 0 for the last ones
+        lengths = tl.where(is_decode(sequences, starts, news, num_decodes), lengths, 0)  # decodes come first
     tiles = tl.cdiv(lengths, TILE)
     if WINDOW:
         tiles -= tl.maximum(lengths - window, 0) // TILE
@@ -108,11 +108,13 @@ def _decode_kernel(
     programs = tl.maximum(tl.minimum(num_tiles // MIN_TILES, PROGRAMS), 1)
     begin = num_tiles * tl.minimum(program, programs) // programs  # nothing for those beyond, and no overflow
     end = num_tiles * tl.minimum(program + 1, programs) // programs
-    # But sequences stay whole, a program for each, where that takes no longer: what is cut must be merged.
+    # But sequences stay whole, a program for each, where that takes no longer, counted in tiles. A free place
+    # takes the next one: at most the longest in each round, or the longest after all places were busy for a
+    # share. A cut costs its merging, and a sixteenth (measured) since each part waits for its first tiles.
     share, longest = num_tiles // programs, tl.max(tiles, 0)
     decodes = tl.sum((tiles > 0).to(tl.int32), 0)
-    rounds = tl.minimum(tl.cdiv(decodes, PROGRAMS) * longest, share + longest)
-    whole = rounds <= share + share // 16 + CUT_TILES
+    time_whole = tl.minimum(tl.cdiv(decodes, PROGRAMS) * longest, share + longest)
+    whole = time_whole <= share + share // 16 + CUT_TILES
     if whole:
         begin = tl.sum(tl.where(sequences == program, begins, 0), 0)
         end = tl.sum(tl.where(sequences == program, ends, 0), 0)

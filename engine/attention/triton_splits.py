@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 RESIDENT = 2
-"""Programs of a decode that a multiprocessor holds at once."""
+"""Programs of a decode that a multiprocessor with 228 KiB of shared memory holds at once (Hopper's, and later
+ones). Others hold one, and do the work in two rounds."""
 
 
 @dataclass(frozen=True, slots=True)
