@@ -74,3 +74,17 @@ def test_what_cannot_be_is_refused_before_anything_runs(options: list[str], said
     done = CliRunner().invoke(app, ["timeline", *options])
     assert done.exit_code == 2
     assert said in done.output
+
+
+@pytest.mark.parametrize(("folder", "said"), [(ROOT, "one of 8b, 0.6b, tiny"), (None, "run it in one")])
+def test_shapes_are_found_where_the_command_runs(
+    folder: Path | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the installed command is: its own folder is on Python's path, and the one it runs in is not."""
+    for name in [each for each in sys.modules if each.split(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if Path(each or ".").resolve() != ROOT])
+    monkeypatch.chdir(folder or tmp_path)
+    done = CliRunner().invoke(app, ["timeline", "--shape", "8x"])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
