@@ -288,7 +288,9 @@ class ChatRequest(GenerationRequest):
     def _one_limit(self) -> Self:
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise PydanticCustomError(
-                "invalid_value", "it is the older name of 'max_completion_tokens'", {"name": "max_tokens"}
+                "invalid_value",
+                "it differs from 'max_completion_tokens', whose older name it is",
+                {"name": "max_tokens"},
             )
         return self
 

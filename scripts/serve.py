@@ -89,7 +89,10 @@ def end(applications: list[str]) -> None:
 
 
 def main(config: str = "serve_config.yaml") -> None:
-    content = yaml.safe_load(Path(config).read_text())
+    try:
+        content = yaml.safe_load(Path(config).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        sys.exit(f"{config}: {error}")
     if unknown := unknown_keys(content):
         sys.exit(f"{config}: there is no setting {', '.join(unknown)}")
     port = content.get("http_options", {}).get("port", 8000)
