@@ -264,7 +264,7 @@ class Bench:
             torch.testing.assert_close(inputs.out, want, atol=2e-2, rtol=2e-2)
             self.report(case, time_calls(calls), limit_us, self.flashinfer)
         for config in variants:
-            note = f"{config}"
+            note = str(config)
             calls = inputs.calls(config)
             try:
                 calls[0]()

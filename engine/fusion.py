@@ -117,9 +117,8 @@ def _is_rms_norm(module: nn.Module, weight: nn.Parameter, eps: float) -> bool:
     # Drawn or fresh weights may all be 1, which says nothing.
     weight.copy_(torch.rand(len(weight), generator=generator) + 0.5)
     try:
-        tries = [
-            (magnitude * x).to(weight) for magnitude in (1.0, max(eps, 1e-12) ** 0.5)
-        ]  # where eps decides
+        # As large as activations are, and so small that epsilon decides.
+        tries = [(magnitude * x).to(weight) for magnitude in (1.0, max(eps, 1e-12) ** 0.5)]
         return all(close(module(each), reference_rms_norm(each, weight, eps)) for each in tries)
     except Exception:  # whatever it is, it takes something else
         return False
@@ -258,7 +257,7 @@ def pick_rows_early(graph: torch.fx.Graph) -> int:
         picked: dict[Any, torch.fx.Node] = {}
         for node in serving:
             for i, arg in enumerate(node.args[: _ROWWISE.get(node.target, 0)]):
-                if arg in serving:
+                if arg in found:
                     continue
                 if arg not in picked:
                     with graph.inserting_before(node):

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.attention.triton_splits import SplitScratch, max_splits
+from engine.attention.triton_splits import SplitScratch
 from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, score_factors
 
 MIN_SPLIT = 1024
@@ -302,7 +302,7 @@ def prefill(
     rows = max(config.rows, triton.next_power_of_2(group))
     inner, outer = score_factors(scale, softcap)
     sequences = query_len.shape[0]
-    target_splits = max_splits(scratch.programs, kv_heads)
+    target_splits = triton.cdiv(scratch.programs, kv_heads)
     if scratch.arrivals.numel() < target_splits * kv_heads:
         raise ValueError(f"prefill scratch is too small for {kv_heads} heads of keys and values")
     padded_dim = triton.next_power_of_2(head_dim)

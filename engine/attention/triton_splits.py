@@ -41,8 +41,3 @@ class SplitScratch:
             ),
             programs=programs,
         )
-
-
-def max_splits(programs: int, kv_heads: int) -> int:
-    """Splits beyond one per sequence, at most."""
-    return -(-programs // kv_heads)
