@@ -149,6 +149,7 @@ DECODE = (
     Case("32 x 4K, head dim 96", (4096,) * 32, head_dim=96),
     Case("32 x 4K, head dim 256", (4096,) * 32, head_dim=256, heads=16, kv_heads=4),
     Case("256 x 512, 0.6B", (512,) * 256, heads=16, kv_heads=8),
+    Case("256 x 256, 0.6B", (256,) * 256, heads=16, kv_heads=8),
     Case("32 x 8K, grown, of 32 GiB", (8192,) * 32, grown=True, pages_bytes=32 << 30),  # as 32 layers have
 )
 PREFILL = (

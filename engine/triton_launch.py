@@ -60,6 +60,7 @@ def dependent_launch(device: torch.device) -> bool:
     )
 
 
-def launch_options(dependent: bool) -> dict[str, bool]:
-    """The option of a launch that makes it a dependent one."""
-    return {"launch_pdl": True} if dependent else {}
+def launch_options(dependent: bool, registers: int | None = None) -> dict[str, int]:
+    """What makes a launch a dependent one, and limits the registers of its threads."""
+    options: dict[str, int] = {"launch_pdl": True} if dependent else {}
+    return options if registers is None else options | {"maxnreg": registers}

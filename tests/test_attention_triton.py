@@ -153,9 +153,37 @@ def test_every_program_takes_its_share(kind: str, window: int | None) -> None:
         assert (parts > 0) == cut
 
 
-def expected_parts(lengths: list[int], window: int | None, most: int) -> int:
+MANY = {  # more than 8 for each of 2 multiprocessors
+    "even": ([200] * 17, False),
+    "uneven": ([700, *range(20, 200, 10)], True),
+    "too few": ([700, *range(20, 160, 10)], True),
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_sequences_have_three_places_on_a_multiprocessor(kind: str, head_dim: int) -> None:
+    lengths, cut = MANY[kind]
+    step = random_step(
+        [(n, 1) for n in lengths],
+        num_decodes=len(lengths),
+        heads=2,
+        kv_heads=1,
+        head_dim=head_dim,
+        dtype=torch.float16,
+        device=DEVICE,
+    )
+    attention = backend(step, programs=2)
+    attention.scratch.partial_lse.fill_(torch.nan)
+    step.check(run(attention, step), atol=TOLERANCE[torch.float16])
+    parts = int(attention.scratch.partial_lse.isfinite().sum()) // 2
+    places = 2 if kind == "too few" else 3
+    assert parts == expected_parts(lengths, None, places * 2, tile=8192 // head_dim)
+    assert (parts > 0) == cut
+
+
+def expected_parts(lengths: list[int], window: int | None, most: int, tile: int = 32) -> int:
     """Parts of sequences that are cut, by counting tile by tile."""
-    tile = 32
     tiles = [-(-n // tile) - max(n - (window or n), 0) // tile for n in lengths]
     row = [i for i, count in enumerate(tiles) for _ in range(count)]
     programs = max(1, min(len(row) * tile // triton_decode.MIN_SHARE, most))
@@ -476,6 +504,28 @@ def test_configurations_fit_the_device(dtype: torch.dtype) -> None:
             device="cuda",
         )
         check(step)
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (129, 5.0)])
+def test_many_sequences(head_dim: int, window: int | None, softcap: float | None) -> None:
+    """One long among short ones, and in a batch with prompts."""
+    decodes = [(1 + 37 * i % 900, 1) for i in range(199)] + [(9000, 1)]
+    for more in ([], [(300, 80), (64, 64)]):
+        step = random_step(
+            decodes + more,
+            num_decodes=len(decodes),
+            heads=32,
+            kv_heads=8,
+            head_dim=head_dim,
+            window=window,
+            softcap=softcap,
+            dtype=torch.bfloat16,
+            device="cuda",
+        )
+        check(step, programs=132)
 
 
 @pytest.mark.gpu

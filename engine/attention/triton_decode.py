@@ -18,7 +18,7 @@ import triton.language as tl
 
 from engine.attention.rotary import Rotary
 from engine.attention.triton_rotary import rotated
-from engine.attention.triton_splits import RESIDENT, SplitScratch
+from engine.attention.triton_splits import SplitScratch
 from engine.attention.triton_tiles import TileConfig, fold_tiles, is_decode, score_factors
 from engine.triton_launch import admit_next_kernel, await_results, dependent_launch, launch_options
 
@@ -26,6 +26,8 @@ MIN_SHARE = 256
 """Tokens below which a further program costs more (in merging) than it gains."""
 CUT_TILES = 4
 """Tiles that may be read in the time that merging the parts of a sequence takes."""
+MANY = 8
+"""Heads of all sequences for each multiprocessor from which on who gets which place matters no longer."""
 
 
 @triton.jit(do_not_specialize=["num_decodes", "table_row", "window"])
@@ -282,16 +284,20 @@ class Fresh(NamedTuple):
     """To be applied to queries and keys."""
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> TileConfig:
+def decode_config(head_dim: int, dtype: torch.dtype, many: bool) -> TileConfig:
     """Measured on an H200: `python -m benchmarks.attention --sweep`.
 
     In 16 bits a tile of keys and values takes 32 KiB and a program 96, so that a multiprocessor holds
-    `RESIDENT` and not one more: programs take their places as those of the kernel before leave, and the
-    multiprocessors that are free first would get more than their share.
+    two and not one more: programs take their places as those of the kernel before leave, and the
+    multiprocessors that are free first would get more than their share. Where `many` follow, that evens
+    out, and a third keeps the memory busy while others begin and end.
     """
     if dtype == torch.float32:  # without tensor cores: whole operands sit in registers
         return TileConfig(tile=32, num_warps=8, num_stages=2)
-    return TileConfig(tile=8192 // max(64, triton.next_power_of_2(head_dim)), num_warps=4, num_stages=4)
+    tile = 8192 // max(64, triton.next_power_of_2(head_dim))
+    if many and head_dim in (64, 128):  # others need more registers than a third leaves
+        return TileConfig(tile, num_warps=4, num_stages=3, resident=3, registers=168)
+    return TileConfig(tile, num_warps=4, num_stages=4)
 
 
 def decode(
@@ -321,8 +327,9 @@ def decode(
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
-    config = config or decode_config(head_dim, query.dtype)
-    programs = max(1, RESIDENT * scratch.programs // kv_heads)
+    many = num_decodes * kv_heads > MANY * scratch.programs
+    config = config or decode_config(head_dim, query.dtype, many and fresh is None)
+    programs = max(1, config.resident * scratch.programs // kv_heads)
     parts = num_decodes + programs
     if (
         scratch.arrivals.numel() < num_decodes * kv_heads
@@ -388,5 +395,5 @@ def decode(
         DEPENDENT=dependent,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(dependent),
+        **launch_options(dependent, config.registers),
     )

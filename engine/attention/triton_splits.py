@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-RESIDENT = 2
-"""Programs of a decode that a multiprocessor with 228 KiB of shared memory holds at once (Hopper's, and later
-ones). Others hold one, and do the work in two rounds."""
+MAX_RESIDENT = 3
+"""Programs of a decode that a multiprocessor may hold at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class SplitScratch:
         cls, max_sequences: int, heads: int, kv_heads: int, head_dim: int, programs: int, device: torch.device
     ) -> SplitScratch:
         """Head counts and dimension are the largest of any layer: one with fewer heads splits further."""
-        rows = (max_sequences + RESIDENT * programs) * heads
+        rows = (max_sequences + MAX_RESIDENT * programs) * heads
         return cls(
             partial=torch.empty(rows * head_dim, dtype=torch.float32, device=device),
             partial_lse=torch.empty(rows, dtype=torch.float32, device=device),

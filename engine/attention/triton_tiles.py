@@ -23,6 +23,10 @@ class TileConfig:
     num_stages: int
     rows: int = 16
     """Query rows of one program (prefill)."""
+    resident: int = 2
+    """Programs that a multiprocessor with 228 KiB of shared memory holds at once (decode)."""
+    registers: int | None = None
+    """The most that a thread may have, where more would leave room for fewer programs."""
 
 
 def score_factors(scale: float, softcap: float | None) -> tuple[float, float]:
