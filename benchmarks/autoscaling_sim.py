@@ -28,6 +28,7 @@ from ray.serve.autoscaling_policy import (
 )
 from ray.serve.config import AutoscalingConfig
 
+from benchmarks.arguments import count
 from deployments.app import _scale
 from deployments.autoscaling import TokenPolicy, replica_stats
 from deployments.load import Load as EngineLoad
@@ -348,8 +349,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--days", type=int, default=1, help="random days for each row")
-    parser.add_argument("--replicas", type=int, default=8, help="at most")
+    parser.add_argument("--days", type=count, default=1, help="random days for each row")
+    parser.add_argument("--replicas", type=count, default=8, help="at most")
     parser.add_argument("--load", choices=DAYS, default="ordinary")
     parser.add_argument("--brief", action="store_true", help="as deployed and Ray Serve's only")
     args = parser.parse_args()

@@ -17,13 +17,13 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from benchmarks.arguments import count, file
 from deployments.demo_model import resolve
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
@@ -143,17 +143,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--output", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--requests", type=count, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--output", type=count, default=64)
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--threads", type=count, default=2)
+    parser.add_argument("--out", type=file, help="append the JSON lines to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     lines = asyncio.run(compare(args))
     if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with args.out.open("a") as out:
+            out.writelines(json.dumps(line) + "\n" for line in lines)
     print(f"{'requests':>8}  {'system':28} {'tokens/s':>8}  {'min':>7} {'max':>7}  stepahead is")
     for x in lines:
         print(

@@ -29,6 +29,7 @@ import psutil
 import transformers
 import uvloop
 
+from benchmarks.arguments import amount, count
 from benchmarks.paced import Pace, PacedEngine
 from deployments.execution import Executor
 from deployments.exporter import Exporter
@@ -115,12 +116,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--routers", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--requests", type=count, default=256)
+    parser.add_argument("--routers", type=count, default=8)
+    parser.add_argument("--prompt", type=count, default=128)
+    parser.add_argument("--output", type=count, default=256)
     parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seconds", type=amount, default=5.0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")

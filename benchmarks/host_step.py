@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.arguments import count
 from engine.attention import LayerCache, PagedBatch
 from engine.lanes import Event, Lanes, ThreadEvent, Work
 from engine.plan import StepResult, scratch_plan
@@ -156,8 +157,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--requests", type=int, nargs="*", default=[32, 64, 128, 256, 512, 1024])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--requests", type=count, nargs="*", default=[32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--steps", type=count, default=400)
     parser.add_argument("--waiting", type=int, default=0, help="requests without a row, each of a client")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -16,11 +16,11 @@ import random
 import time
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import amount, count, file
 from benchmarks.routing_engines import Engine, Job, Shape, Traffic
 from benchmarks.routing_policies import POLICIES, PrefixAware, RoundRobin
 from deployments.balancer import Balancer
@@ -217,13 +217,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=sorted(SECONDS))
-    parser.add_argument("--routers", type=int, default=4)
-    parser.add_argument("--rate", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--seconds", type=float, help="simulated; by number of replicas unless given")
+    parser.add_argument("--replicas", type=count, nargs="+", default=sorted(SECONDS))
+    parser.add_argument("--routers", type=count, default=4)
+    parser.add_argument("--rate", type=amount, nargs="+", default=[1.0])
+    parser.add_argument("--seconds", type=amount, help="simulated; by number of replicas unless given")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, help="JSON lines; the page gets the same name with .md")
+    parser.add_argument("--save", type=file, help="JSON lines; the page gets the same name with .md")
     args = parser.parse_args()
     made = []
     for line in lines(args):

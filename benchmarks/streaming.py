@@ -23,8 +23,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
+
+from benchmarks.arguments import count, file
 
 STREAMS = 64
 FRACTIONS = (0.4, 0.7, 0.85, 1.0, 1.3)
@@ -121,9 +122,9 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="the last line is the first set-up's figures")
     parser.add_argument("--setup", choices=SETUPS, nargs="*", default=["haproxy"])
-    parser.add_argument("--routers", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--routers", type=count, default=1)
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--out", type=file, help="append the JSON lines to this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -140,8 +141,8 @@ def main() -> None:
         {"date": date, "cores": len(os.sched_getaffinity(0)), "streams": STREAMS} | line for line in lines
     ]
     if args.out:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+        with args.out.open("a") as out:
+            out.writelines(json.dumps(line) + "\n" for line in lines)
     columns = "tape_tokens_per_s tape_events_per_s ingress_tokens_per_s item_tokens_per_s".split()
     print(
         f"{'route':18} {'tape':>8} {'events':>8} {'ingress':>8} {'items':>8}  ratio  × items  ms p50    p99"

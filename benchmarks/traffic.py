@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.arguments import amount, count, file
 from benchmarks.arrivals import PROCESSES
 from benchmarks.engine import release
 from benchmarks.pages.traffic import traffic_table
@@ -108,26 +109,26 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--overlap", choices=["both", "on", "off"], default="on")
     parser.add_argument(
         "--max-tokens-per-step",
-        type=int,
+        type=count,
         nargs="+",
         default=[0],
         help="each in turn; the scenario's by default",
     )
     parser.add_argument(
-        "--inter-token-target-ms", type=float, help="the engine finds its tokens per step, up to those above"
+        "--inter-token-target-ms", type=amount, help="the engine finds its tokens per step, up to those above"
     )
-    parser.add_argument("--max-running-requests", type=int, help="the scenario's by default")
+    parser.add_argument("--max-running-requests", type=count, help="the scenario's by default")
     parser.add_argument(
         "--process", choices=PROCESSES, default="gamma", help="arrivals of mixed and overload"
     )
-    parser.add_argument("--rate", type=float, help="requests a second that count as what it can answer")
+    parser.add_argument("--rate", type=amount, help="requests a second that count as what it can answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--url", help="of a server, in place of an engine here")
     parser.add_argument("--model", help="what the server calls its model")
-    parser.add_argument("--clients", type=int, default=4, help="processes that send to the server")
+    parser.add_argument("--clients", type=count, default=4, help="processes that send to the server")
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
-    parser.add_argument("--out", type=Path, help="append the JSON lines to this file")
+    parser.add_argument("--out", type=file, help="append the JSON lines to this file")
     args = parser.parse_args(argv)
     if bool(args.url) != bool(args.model):
         parser.error("--url and --model go together")
@@ -141,8 +142,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             lines.append(line)
             print(json.dumps(line), flush=True)
             if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                with args.out.open("a") as out:
+                    out.write(json.dumps(line) + "\n")
 
     with tempfile.TemporaryDirectory() as directory:
         model = save_config(args.shape, Path(directory), sizes.context)
