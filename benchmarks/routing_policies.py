@@ -7,7 +7,6 @@ The rules of Ray's are those of ray 2.60, read in `ray/serve/_private/request_ro
 from __future__ import annotations
 
 import random
-from typing import Protocol
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
@@ -18,15 +17,6 @@ from deployments.prefix_index import chain_of
 
 Now = list[float]
 """The simulated time, in seconds, in a list of one."""
-
-
-class Policy(Protocol):
-    """One Router's choice; engines are known by their index."""
-
-    def choose(self, job: Job) -> int: ...
-    def accepted(self, job: Job, engine: int) -> None: ...
-    def finished(self, job: Job, engine: int) -> None: ...
-    def observe(self, engine: int, load: Load) -> None: ...
 
 
 class RoundRobin:

@@ -64,8 +64,8 @@ class PacedEngine:
         none: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0) | {"finished": {}}
         return EngineStats(**none)
 
-    async def ask_stats(self) -> EngineStats:
-        return self.stats()
+    async def turn(self) -> None:
+        """It always does."""
 
     def _run(self, running: list[_Running]) -> None:
         due = time.perf_counter()

@@ -124,7 +124,7 @@ def overlays() -> None:
     for cluster in DEFAULTS:
         shape, folder = read_shape(cluster.model), HERE / "overlays" / cluster.overlay
         (folder / "application.yaml").write_text(dump(application(cluster, shape)))
-        (folder / "storage.yaml").write_text(dump(storage(cluster, shape)))
+        (folder / "storage.yaml").write_text(dump(storage(shape)))
     (HERE / "overlays" / "gpu" / "alerts.yaml").write_text(dump(alerts()))
 
 

@@ -38,7 +38,7 @@ def render(cluster: Cluster, shape: ModelShape, out: Path, dashboards: list[Path
 
     Raises `ValueError` if the model does not fit on the GPU, before anything is written.
     """
-    patches = {"application.yaml": application(cluster, shape), "storage.yaml": storage(cluster, shape)}
+    patches = {"application.yaml": application(cluster, shape), "storage.yaml": storage(shape)}
     top = out / "kustomization.yaml"
     if out.exists() and any(out.iterdir()) and not (top.exists() and top.read_text().startswith(OURS)):
         raise ValueError(f"out: {out} has other files in it")
@@ -89,7 +89,7 @@ def application(cluster: Cluster, shape: ModelShape) -> Patch:
     return [{"op": "replace", "path": path, "value": value} for path, value in values.items()]
 
 
-def storage(cluster: Cluster, shape: ModelShape) -> Patch:
+def storage(shape: ModelShape) -> Patch:
     """The patch of the volume: two versions of the weights, and the demo model's files."""
     size = 2 * shape.parameters * shape.stored_bytes / memory.GIB + DEMO_GIB
     return [{"op": "replace", "path": "/spec/resources/requests/storage", "value": f"{math.ceil(size)}Gi"}]

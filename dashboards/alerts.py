@@ -21,7 +21,6 @@ from dashboards.promql import (
 from dashboards.slo import OBJECTIVE, TTFT_SECONDS
 from engine import metrics as m
 
-DOCS = "docs/monitoring.md"
 _REPLICA = ", ".join(PER_REPLICA)
 _DEPLOYMENT = "application, deployment"
 

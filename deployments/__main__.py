@@ -145,18 +145,9 @@ async def _drain(engine: AsyncEngine, request: Request) -> None:
 async def _profiled(engine: AsyncEngine, work: Any, path: Path) -> None:
     """From the engine's own thread, which is the one whose calls torch.profiler records."""
     profiler = torch.profiler.profile()
-    loop = asyncio.get_running_loop()
-    for call in (profiler.start, profiler.stop):
-        done: asyncio.Future[None] = loop.create_future()
-
-        def run(call: Any = call, done: asyncio.Future[None] = done) -> None:
-            call()
-            loop.call_soon_threadsafe(done.set_result, None)
-
-        engine._inbox.put(run)
-        await done
-        if call == profiler.start:
-            await work
+    await engine.turn(profiler.start)
+    await work
+    await engine.turn(profiler.stop)
     profiler.export_chrome_trace(str(path))
 
 

@@ -84,8 +84,9 @@ class Answering:
         for prompt, samplings in prompts:
             for sampling in samplings:
                 index = len(self.choices)
+                text = detokenizer(prompt)  # before there is anything that would have to be stopped
                 generation = dispatcher.start(prompt, sampling, partial(self._grow, index), scheduling)
-                self.choices.append(Choice(index, generation, detokenizer(prompt)))
+                self.choices.append(Choice(index, generation, text))
         self._open = set(range(len(self.choices)))
 
     def _grow(self, index: int) -> None:

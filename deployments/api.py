@@ -31,7 +31,7 @@ from deployments.protocol import (
 )
 from deployments.responses import (
     DONE,
-    Choice,
+    FinishedChoice,
     StreamedAnswer,
     WholeAnswer,
     error_event,
@@ -49,8 +49,8 @@ from engine.request import FinishReason
 Timelines: TypeAlias = Callable[[int], Awaitable[dict[str, list[dict[str, Any]]]]]
 """Gives the events of the last so many steps, by replica."""
 
-MOST_STEPS = 2048
-"""An engine keeps no more."""
+MOST_STEPS = 512
+"""To write them down, an engine's process stops for some 20 ms. It keeps four times as many."""
 
 RETRY_AFTER = "1"
 """Seconds, where the engine that refuses has not measured how long it will take."""
@@ -109,7 +109,7 @@ class Api:
         self._telemetry = telemetry
         self._model = model
         self._tokenizer = tokenizer
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")  # of long texts, while the loop goes on
+        self._tokenizing = ThreadPoolExecutor(tokenizer.threads, "tokenizer")  # while the loop goes on
         self._dispatcher = dispatcher
         self._check_health = check_health
         self._keys = keys
@@ -227,7 +227,7 @@ async def _whole(answer: WholeAnswer, answering: Answering) -> bytes:
             if delta.finish_reason is not None:
                 reasons[delta.index] = delta.finish_reason
     choices = [
-        Choice("".join(text), finish_reason(reason), stop_reason(reason))
+        FinishedChoice("".join(text), finish_reason(reason), stop_reason(reason))
         for text, reason in zip(texts, reasons, strict=True)
     ]
     return answer.body(choices, answering.usage())

@@ -37,7 +37,7 @@ def build(args: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
         health_check_period_s=2,  # a death shows in the next check ...
-        health_check_timeout_s=10,  # ... and an engine that hangs after three without an answer
+        health_check_timeout_s=10,  # ... and an engine whose loop does not turn after three of these
         **_scale(args, config),
     )(EngineReplica)
     routers = serve.deployment(

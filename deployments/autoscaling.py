@@ -26,7 +26,7 @@ An 8B model on an H200: 4.9 ms of 4.9 + 7.9. It says how much faster a half full
 rows in use; the closer it is to that, the less the number matters.
 """
 
-OUTPUT = 256
+EXPECTED_OUTPUT = 256
 """Tokens that a waiting request is expected to generate."""
 
 
@@ -40,7 +40,7 @@ def replica_stats(load: Load, rows: int, step_tokens: int) -> dict[str, float]:
     fastest = load.tokens_per_s / busy if busy else 0.0
     if load.waiting or load.prefill_tokens > step_tokens:
         busy = 1.0
-    queued = load.prefill_tokens + OUTPUT * load.waiting
+    queued = load.prefill_tokens + EXPECTED_OUTPUT * load.waiting
     return {"busy": busy, "queue_s": queued / fastest if fastest else 0.0}
 
 

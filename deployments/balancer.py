@@ -31,7 +31,7 @@ LOAD_WEIGHT = 0.5
 Below 1, since a prefix found saves work for everybody, waiting elsewhere costs one request only.
 """
 
-OUTPUT = 64
+DECODE_COST = 64
 """Tokens of prompt that a request which is being answered is worth: its decode shares the steps."""
 
 SLACK = 512
@@ -72,6 +72,7 @@ def choose(uncached: Tokens, load: Tokens, rng: random.Random) -> int:
 class _Placement:
     replica: str
     tokens: float
+    placed: float
     accepted: float | None = None
 
 
@@ -185,7 +186,7 @@ class Balancer:
             assert chosen is not None
             cached = next((n for bits, n in found if bits >> slot & 1), 0)
             self._index.add(prefix, slot)
-            self._assign(key, chosen, tokens - cached + OUTPUT)
+            self._assign(key, chosen, tokens - cached + DECODE_COST)
             reason = "affinity" if chosen == home else "prefix" if cached else "load"
             reason = "only" if len(self._slots) == 1 else reason
         self.on_choice(reason, tokens - cached + float(load[slot]), self._clock() - began)
@@ -214,7 +215,7 @@ class Balancer:
             if slot is None:
                 return
             now = self._clock()
-            tokens = load.prefill_tokens + OUTPUT * (load.running + load.waiting)
+            tokens = load.prefill_tokens + DECODE_COST * (load.running + load.waiting)
             self._reported[slot] = tokens
             self._drain[slot] = max(load.tokens_per_s, tokens / STALE)
             self._stamp[slot] = now
@@ -224,6 +225,9 @@ class Balancer:
                 for key, placement in list(unseen.items()):
                     if placement.accepted is not None and now - placement.accepted >= SETTLE:
                         self._settle(key, placement)
+                    elif placement.accepted is None and now - placement.placed >= STALE:
+                        # Placed after it had ended: Ray Serve heard of its cancellation too late.
+                        self._settle(key, self._placements.pop(key))
 
     def loads(self) -> dict[str, float]:
         """Tokens that each replica is thought to have to do."""
@@ -244,7 +248,7 @@ class Balancer:
     def _assign(self, key: Hashable, name: str, tokens: float) -> None:
         if earlier := self._placements.get(key):
             self._settle(key, earlier)
-        placement = self._placements[key] = self._unseen[name][key] = _Placement(name, tokens)
+        placement = self._placements[key] = self._unseen[name][key] = _Placement(name, tokens, self._clock())
         self._sent[self._slots[name]] += placement.tokens
 
     def _settle(self, key: Hashable, placement: _Placement) -> None:

@@ -42,15 +42,15 @@ class EngineReplica:
         threads = config.cpu_threads
         if threads is None and config.device == "cpu":  # Ray has set OMP_NUM_THREADS to its `num_cpus`
             threads = len(os.sched_getaffinity(0))
+        tracer = tracer_to(otlp_provider("EngineReplica") if telemetry.tracing else None)
         self._engine = self.engine(config.model_copy(update={"model": model, "cpu_threads": threads}))
         await self._engine.start()
         self._engine.failed.add_done_callback(_leave)
         name = serve.get_replica_context().replica_id.unique_id
-        tracer = tracer_to(otlp_provider("EngineReplica") if telemetry.tracing else None)
         self._executor = Executor(self._engine, name, config.model, tracer)
         self._name = name
         self._model = config.model
-        self._rows, self._step_tokens = config.max_running_requests, config.max_tokens_per_step
+        self._rows, self._step_tokens = config.max_running_requests, self._engine.max_tokens_per_step
         gpu = own_gpu(self._engine.gpu_uuid) if self._engine.gpu_uuid else None
         record = ServeRecorder(gpu_uuid=gpu.uuid if gpu else "")
         exporter = Exporter(
@@ -87,8 +87,8 @@ class EngineReplica:
         return self._name, trace_events(recording, f"EngineReplica {self._name}")
 
     async def check_health(self) -> None:
-        """Ray Serve replaces a replica whose check raises, or takes too long: the engine has to answer."""
-        await self._engine.ask_stats()
+        """Ray Serve replaces a replica whose check raises, or takes too long: the loop has to turn."""
+        await self._engine.turn()
 
 
 def _leave(failed: asyncio.Future[str]) -> None:

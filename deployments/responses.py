@@ -20,7 +20,7 @@ encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FinishedChoice:
     """One finished answer."""
 
     text: str
@@ -70,13 +70,13 @@ class _Answer:
 class WholeAnswer(_Answer):
     """An answer that is sent when it is complete."""
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         """JSON of a chat completion or a completion; `choices` in the order of their index."""
         kind = "chat.completion" if self.chat else "text_completion"
         body = self._body(kind, [self._choice(index, choice) for index, choice in enumerate(choices)])
         return encode(body | {"usage": usage.body()})
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"text": choice.text}
         if self.chat:
             message = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}

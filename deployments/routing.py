@@ -41,6 +41,8 @@ class TokenRouter(FIFOMixin, RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The best replica, then two others in case that it is full."""
         others = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        if pending_request is not None:  # where all are full, Serve asks again after a while
+            pending_request.routing_context.should_backoff = True
         submission = _submission(pending_request)
         if submission is None:
             return [others]

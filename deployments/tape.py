@@ -228,7 +228,7 @@ class Tape(_Connection):
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if self._outstanding is not None:
+        if self._outstanding is not None or self._transport is None:
             return
         if not (self._pending or (self._prefixes and not self._decoding)):
             return

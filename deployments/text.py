@@ -28,6 +28,7 @@ class Tokenizer:
     Attributes:
         context_length: tokens of prompt and answer together, at most.
         vocab_size: token ids that the model knows, from 0.
+        threads: that may call `prompts` at once, so that a short text need not wait for long ones.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Tokenizer:
         if self._backend is not None:  # a checkpoint may ask for either
             self._backend.no_truncation()
             self._backend.no_padding()
+        self.threads = 1 if self._backend is None else 4
         self.context_length = context_length or _longest_context(config)
         self.vocab_size: int = config.get_text_config().vocab_size
         self._defaults = _sampling_defaults(model)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -29,7 +30,7 @@ from engine.timeline import Recording, Timeline
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Output], None]
-Command = Callable[[], None]
+Command = Callable[[], object]
 
 
 class AsyncEngine:
@@ -205,6 +206,20 @@ class AsyncEngine:
         """The last steps, and the host's phases around them."""
         return self.timeline.recent(steps)
 
+    async def turn(self, call: Callable[[], object] = lambda: None) -> None:
+        """Return once the loop has come round and made `call`, on its thread: so it does not hang.
+
+        Raises `EngineUnavailable` if the loop is over.
+        """
+        if not self.healthy:
+            raise EngineUnavailable(self.failure or "the engine does not run")
+        done: asyncio.Future[None] = self._asyncio.create_future()
+        for each in (call, partial(self._asyncio.call_soon_threadsafe, _settle, done, None)):
+            self._inbox.put(each)
+        await asyncio.wait((done, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise EngineUnavailable(self.failed.result())
+
     # The engine's thread
 
     def _run(self, ready: asyncio.Future[None]) -> None:
@@ -214,6 +229,7 @@ class AsyncEngine:
         except BaseException as error:
             call(_settle, ready, error)
             return
+        self.max_tokens_per_step = self._scheduler.max_tokens_per_step
         call(_settle, ready, None)
         failure = None
         try:

@@ -40,6 +40,7 @@ class Facts(NamedTuple):
     context_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_tokens_per_step: int
     device: str
     gpu_uuid: str | None
     startup_s: dict[str, float]
@@ -131,8 +132,8 @@ class EngineProcess(Frames):
             await self.stop()
             self.failure = f"the engine did not start: {error!r}"
             raise
-        self.context_length, self.vocab_size, self.eos_token_ids = facts[:3]
-        self.device, self.gpu_uuid, self.startup_s, self._stats = facts[3:]
+        self.context_length, self.vocab_size, self.eos_token_ids, self.max_tokens_per_step = facts[:4]
+        self.device, self.gpu_uuid, self.startup_s, self._stats = facts[4:]
         self.failure, self._started = None, True
 
     async def stop(self) -> None:
@@ -214,6 +215,10 @@ class EngineProcess(Frames):
         """The last steps, and the host's phases around them."""
         found: Recording = await self.call("recent", steps)
         return found
+
+    async def turn(self) -> None:
+        """Return once the engine's loop has come round: neither it nor the process hangs."""
+        await self.call("turn")
 
     async def call(self, method: str, *args: Any) -> Any:
         """What a method of the engine there returns, awaited if need be, or raises.

@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 
 import msgspec
@@ -35,7 +36,7 @@ class Worker(Frames):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._encode = msgspec.msgpack.Encoder().encode
         self._outputs: list[Told] = []
         self._flushing = False
@@ -83,6 +84,7 @@ class Worker(Frames):
             engine.context_length,
             engine.vocab_size,
             engine.eos_token_ids,
+            engine.max_tokens_per_step,
             engine.device,
             engine.gpu_uuid,
             engine.startup_s,
@@ -118,7 +120,10 @@ class Worker(Frames):
         self.send(self._encode(Step(self._engine.stats(), failure and _plain(failure), outputs)))
 
     def _log(self, record: bytes) -> None:
-        self._loop.call_soon_threadsafe(self.send, record)
+        if threading.get_ident() == self._thread:
+            self.send(record)  # before the answer whose error it explains
+        else:
+            self._loop.call_soon_threadsafe(self.send, record)
 
 
 class _Forward(logging.Handler):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ray.serve.config import AutoscalingConfig
 
 from deployments.app import _scale
-from deployments.autoscaling import OUTPUT, TokenPolicy, replica_stats
+from deployments.autoscaling import EXPECTED_OUTPUT, TokenPolicy, replica_stats
 from deployments.load import Load
 from deployments.settings import Settings
 
@@ -131,7 +131,9 @@ def test_a_replica_reports_how_much_of_its_throughput_is_in_use() -> None:
     assert shares[30] == pytest.approx(0.3 * 1.6 / 0.9)  # rows in use make the others dearer
     assert stats(1, waiting=1)["busy"] == 1.0
     assert stats(1, prefill=513)["busy"] == 1.0
-    assert stats(100, waiting=5, prefill=1000)["queue_s"] == pytest.approx((1000 + 5 * OUTPUT) / 1000)
+    assert stats(100, waiting=5, prefill=1000)["queue_s"] == pytest.approx(
+        (1000 + 5 * EXPECTED_OUTPUT) / 1000
+    )
     # With half of the rows it would take less than the present speed says.
     assert stats(50, prefill=1000)["queue_s"] < 1.0
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deployments.balancer import LOAD_WEIGHT, OUTPUT, SETTLE, SLACK, STALE, Balancer, choose
+from deployments.balancer import DECODE_COST, LOAD_WEIGHT, SETTLE, SLACK, STALE, Balancer, choose
 from deployments.load import Load
 from deployments.prefix_index import BLOCK, chain_of
 
@@ -79,11 +79,11 @@ def test_work_that_is_sent_counts_at_once_and_only_once() -> None:
     assert {first, second} == set("ab")
     assert world.where() == second
     world.balancer.accepted(1, first)
-    world.loads(**{first: 9000 + OUTPUT})  # may not have counted it yet
-    assert world.balancer.loads() == {first: 2 * (9000 + OUTPUT), second: 6000 + OUTPUT}
+    world.loads(**{first: 9000 + DECODE_COST})  # may not have counted it yet
+    assert world.balancer.loads() == {first: 2 * (9000 + DECODE_COST), second: 6000 + DECODE_COST}
     world.now += SETTLE
-    world.loads(**{first: 9000 + OUTPUT})
-    assert world.balancer.loads() == {first: 9000 + OUTPUT, second: 6000 + OUTPUT}
+    world.loads(**{first: 9000 + DECODE_COST})
+    assert world.balancer.loads() == {first: 9000 + DECODE_COST, second: 6000 + DECODE_COST}
     for key in (1, 2):
         world.balancer.finished(key)
         world.balancer.finished(key)
@@ -96,17 +96,32 @@ def test_what_a_replica_took_counts_there_and_not_where_it_was_meant_to_go() -> 
     meant = world.balancer.place(1, 5000)
     other = "ab".replace(meant, "")
     world.balancer.accepted(1, other)
-    assert world.balancer.loads() == {meant: 0, other: 5000 + OUTPUT}
+    assert world.balancer.loads() == {meant: 0, other: 5000 + DECODE_COST}
     world.balancer.place(1, 5000)  # again, as when Serve asks twice
-    assert sum(world.balancer.loads().values()) == 5000 + OUTPUT
+    assert sum(world.balancer.loads().values()) == 5000 + DECODE_COST
     world.balancer.finished(1)
     assert world.balancer.loads() == {"a": 0, "b": 0}
+
+
+def test_what_is_placed_after_its_end_and_never_arrives_is_forgotten() -> None:
+    world = World("ab")
+    name = world.balancer.place(1, 5000)
+    world.balancer.finished(1)
+    world.balancer.place(1, 5000)  # Serve had not heard of its cancellation
+    world.now += STALE - 1
+    world.loads(a=0, b=0)
+    assert sum(world.balancer.loads().values()) == 5000 + DECODE_COST
+    world.balancer.place(2, 100, avoid=["a"])  # this one still waits for room
+    world.now += 1
+    world.loads(a=0, b=0)
+    assert world.balancer.loads() == {"a": 0, "b": 100 + DECODE_COST}, name
+    assert list(world.balancer._placements) == [2]
 
 
 def test_running_requests_are_work_too() -> None:
     world = World("ab")
     world.balancer.observe("a", Load(0, 30, 10, 1000, 0.0))
-    assert world.balancer.loads()["a"] == 40 * OUTPUT
+    assert world.balancer.loads()["a"] == 40 * DECODE_COST
 
 
 def test_a_silent_replica_is_taken_to_work_on() -> None:

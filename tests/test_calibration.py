@@ -72,6 +72,7 @@ def test_an_engine_keeps_to_what_it_measured(target: float | None, small: bool) 
             tokens = [token async for output in engine.generate(request) for token in output.tokens]
             assert len(tokens) == 2
             assert engine._scheduler.max_tokens_per_step == (4 + LEAST_PROMPT if small else 80)
+            assert engine.max_tokens_per_step == engine._scheduler.max_tokens_per_step
         finally:
             await engine.stop()
 

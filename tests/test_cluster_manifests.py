@@ -156,7 +156,7 @@ def test_ray_would_refuse_a_wrong_serve_config() -> None:
 @overlays
 def test_the_patches_in_the_repository_are_up_to_date(cluster: Cluster) -> None:
     folder = CLUSTER / "overlays" / cluster.overlay
-    wanted = {"application.yaml": application(cluster, DEMO), "storage.yaml": storage(cluster, DEMO)}
+    wanted = {"application.yaml": application(cluster, DEMO), "storage.yaml": storage(DEMO)}
     for name, patch in wanted.items():
         assert (folder / name).read_text() == dump(patch), "run: python -m cluster overlays"
     assert (CLUSTER / "overlays" / "gpu" / "alerts.yaml").read_text() == dump(alerts())

@@ -327,6 +327,42 @@ def test_a_cancelled_start_leaves_nothing_behind() -> None:
     run(test())
 
 
+def test_a_loop_that_hangs_does_not_turn() -> None:
+    async def test() -> None:
+        goes_on = threading.Event()
+        async with running(config()) as engine:
+            await engine.turn()
+            names: list[str] = []
+            await engine.turn(lambda: names.append(threading.current_thread().name))
+            assert names == ["engine"]
+            engine._inbox.put(goes_on.wait)
+            turning = asyncio.create_task(engine.turn())
+            assert engine.stats().running == 0  # it still says what it knows
+            await asyncio.wait([turning], timeout=0.2)
+            assert not turning.done()
+            goes_on.set()
+            await turning
+        with pytest.raises(EngineUnavailable):
+            await engine.turn()
+
+    run(test())
+
+
+def test_a_loop_that_fails_turns_no_more() -> None:
+    async def test() -> None:
+        engine = AsyncEngine(config())
+        await engine.start()
+
+        def fail() -> None:
+            raise RuntimeError("out of order")
+
+        with pytest.raises(EngineUnavailable, match="out of order"):
+            await engine.turn(fail)
+        await engine.stop()
+
+    run(test())
+
+
 def test_an_abort_acts_within_three_steps() -> None:
     async def test() -> None:
         async with running(config()) as engine:

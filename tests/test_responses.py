@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from deployments.protocol import ApiError
 from deployments.responses import (
     DONE,
-    Choice,
+    FinishedChoice,
     StreamedAnswer,
     Usage,
     WholeAnswer,
@@ -51,7 +51,7 @@ def nothing_unknown(model: BaseModel) -> None:
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=3))
 def test_a_chat_completion(texts: list[str]) -> None:
-    body = WholeAnswer("demo", chat=True).body([Choice(text, "stop") for text in texts], USAGE)
+    body = WholeAnswer("demo", chat=True).body([FinishedChoice(text, "stop") for text in texts], USAGE)
     answer = ChatCompletion.model_validate_json(body)
     nothing_unknown(answer)
     assert [choice.message.content for choice in answer.choices] == texts
@@ -67,7 +67,7 @@ def test_a_chat_completion(texts: list[str]) -> None:
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=3))
 def test_a_completion(texts: list[str]) -> None:
-    body = WholeAnswer("demo", chat=False).body([Choice(text, "length") for text in texts], USAGE)
+    body = WholeAnswer("demo", chat=False).body([FinishedChoice(text, "length") for text in texts], USAGE)
     answer = Completion.model_validate_json(body)
     nothing_unknown(answer)
     assert [choice.text for choice in answer.choices] == texts

@@ -135,6 +135,24 @@ async def test_a_full_replica_is_passed_over(world: World) -> None:
     assert world.balancer.loads()[elsewhere] > 0
 
 
+async def test_where_all_are_full_it_waits_before_it_asks_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def backoff(attempt: int) -> None:
+        attempts.append(attempt)
+        if attempt == 2:
+            world.replicas["b"].ongoing = 0
+
+    attempts: list[int] = []
+    monkeypatch.setattr(world.router, "_backoff", backoff)
+    await world.send(submission(0))  # by now Serve has asked all of them
+    for replica in world.replicas.values():
+        replica.ongoing = 100
+        world.router.on_new_queue_len_info(replica.replica_id, 100)
+    assert await world.send(submission(1)) == "b"
+    assert attempts == [0, 1, 2]
+
+
 async def test_replicas_that_die_or_leave_take_nothing_more(world: World) -> None:
     seen: list[frozenset[str]] = []
     world.balancer.on_replicas(seen.append)

@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from cryptography.x509.oid import NameOID
 
 from deployments.load import Load
 from deployments.tape import Address, Frame, Key, Record, Tape, TapeListener, TapeLost
+from deployments.tape_meter import TapeMeter
 from engine.request import FinishReason
 
 HOST = "127.0.0.1"
@@ -202,6 +204,24 @@ async def test_a_lost_router_is_told_to_all_who_wait() -> None:
         with pytest.raises(TapeLost):
             await follow(tape, 2)
         tape.put(Record(2, 0, 0, [1]))  # goes nowhere, harms nothing
+
+
+async def test_what_is_told_as_it_is_lost_is_not_counted_as_sent() -> None:
+    meter = TapeMeter()
+    peers: asyncio.Queue[Peer] = asyncio.Queue()
+    server = await asyncio.start_server(lambda r, w: peers.put_nowait(Peer(r, w)), HOST, 0)
+    address = Address("r", HOST, server.sockets[0].getsockname()[1], b"secret")
+    tape = await Tape.connect(address, "r1", lambda _: LOAD, lambda _: None, lambda: None, meter)
+    peer = await peers.get()
+    transport: Any = tape._transport
+    transport.abort()
+    tape.tell([1, 2])
+    while meter.open and not meter.frames:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert meter.open == 0 and meter.lag() == 0
+    peer.writer.close()
+    server.close()
 
 
 @pytest.fixture
