@@ -78,6 +78,7 @@ class Worker(Frames):
         logging.getLogger("engine").setLevel(level)
         engine = self._engine = (make or AsyncEngine)(config)
         await engine.start()
+        await engine.turn()  # one that breaks at once has not started
         engine.failed.add_done_callback(lambda _: self._flush())
         spare_collector()
         return Facts(
