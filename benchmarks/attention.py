@@ -150,6 +150,11 @@ DECODE = (
     Case("32 x 4K, head dim 256", (4096,) * 32, head_dim=256, heads=16, kv_heads=4),
     Case("256 x 512, 0.6B", (512,) * 256, heads=16, kv_heads=8),
     Case("256 x 256, 0.6B", (256,) * 256, heads=16, kv_heads=8),
+    Case("256 x 640, 0.6B", (640,) * 256, heads=16, kv_heads=8),
+    Case("256 x 640", (640,) * 256),
+    Case("200 x 768", (768,) * 200),
+    Case("256 to 4K", tuple(64 + 16 * i for i in range(256))),
+    Case("256 x 1K, head dim 64", (1024,) * 256, head_dim=64),
     Case("32 x 8K, grown, of 32 GiB", (8192,) * 32, grown=True, pages_bytes=32 << 30),  # as 32 layers have
 )
 PREFILL = (
@@ -191,6 +196,8 @@ PREFILL_SWEEP = [
         (128, 32, 8, 3),
     )
 ]
+MANY_SWEEP = [TileConfig(64, 4, 4), TileConfig(64, 4, 3, resident=3, registers=168)]
+"""Two places on a multiprocessor, and three."""
 SWEEP = {
     "32 x 4K": DECODE_SWEEP,
     "256 x 1K": DECODE_SWEEP,
@@ -199,6 +206,9 @@ SWEEP = {
         TileConfig(tile, num_warps, num_stages)
         for tile, num_warps, num_stages in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 8, 3))
     ],
+    **dict.fromkeys(
+        ("256 x 256, 0.6B", "256 x 640, 0.6B", "256 x 640", "200 x 768", "256 to 4K"), MANY_SWEEP
+    ),
     "8 x 2048": PREFILL_SWEEP,
     "1 x 32768": PREFILL_SWEEP,
     "8 x 2048, head dim 256": [

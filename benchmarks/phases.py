@@ -303,7 +303,7 @@ class Phases:
         if "routing" in a.phases and most > 1:
             for tokens in (False, True):
                 await self.phase("routing", 2.5 * a.seconds + 3, partial(self.routing, tokens))
-        if "ingress" in a.phases and a.ingress == "direct":
+        if "ingress" in a.phases and a.ingress == "direct" and self.shape == a.shape[0]:
             await self.phase("http", each, partial(self.http, most, a.routers, "haproxy"))
             for routers in sorted({a.routers // 2, a.routers // 4} - {0}, reverse=True):
                 await self.phase("http", each, partial(self.http, most, routers, "direct"))

@@ -1,14 +1,15 @@
 """Several engines on one machine, measured in one go: scaling, what HTTP costs, routing, a death.
 
-    python -m scripts.multi_gpu --shape 8b 0.6b --out benchmarks/results/h200x2.jsonl
+    python -m scripts.multi_gpu --out benchmarks/results/h200x2.jsonl
     python -m scripts.multi_gpu --shape 0.6b --ingress proxy --phases bare http --out FILE
     python -m scripts.multi_gpu --paced 20 --streams 32 --replicas 1 2 4 8 16 --out FILE
 
 Starts Ray and the application with as many engines as the largest of --replicas (by default one and as
 many as there are GPUs), loads it from processes of its own, and appends a JSON line for every phase as
-soon as that is through. Weights are random, but those of `demo`, the demo model. Shapes share what is
-left of --limit evenly; a phase that fails, or for which no time is left, ends no other. --paced N replaces
-the GPUs by engines that take N times the time of an H200 for each step, so that all but the GPU is real.
+soon as that is through. Weights are random, but those of `demo`, the demo model. Other numbers of Routers
+and HAProxy are measured with the first shape. Shapes share what is left of --limit evenly; a phase that
+fails, or for which no time is left, ends no other. --paced N replaces the GPUs by engines that take N times
+the time of an H200 for each step, so that all but the GPU is real.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", nargs="+", choices=["8b", "0.6b", "demo"], default=["8b"])
+    parser.add_argument("--shape", nargs="+", choices=["8b", "0.6b", "demo"], help="all by default")
     parser.add_argument("--replicas", type=count, nargs="+", help="one and all GPUs by default")
     parser.add_argument("--routers", type=count, help="four for each replica by default")
     parser.add_argument("--ingress", choices=INGRESS, default="direct")
@@ -101,7 +102,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompt", type=count, default=128)
     parser.add_argument("--output", type=count, default=256)
     parser.add_argument("--ramp", type=float, default=2.0, help="seconds of load before a measurement")
-    parser.add_argument("--seconds", type=amount, default=5.0, help="of each measurement")
+    parser.add_argument("--seconds", type=amount, default=3.0, help="of each measurement")
     parser.add_argument("--max-tokens-per-step", type=count, default=2048)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--clients", type=count, help="processes; a quarter of the cores by default")
@@ -116,8 +117,9 @@ def parsed() -> argparse.Namespace:
     found, args.device = gpus() if args.paced is None else (0, "CPUs")
     if args.paced is None and not found:
         parser.error("there is no GPU; --paced N needs none")
-    if args.paced is not None and "demo" in args.shape:
+    if args.paced is not None and "demo" in (args.shape or []):
         parser.error("no time of a step is known for demo: it needs a GPU")
+    args.shape = args.shape or ["8b", "0.6b", *(["demo"] if args.paced is None else [])]
     args.replicas = sorted(set(args.replicas or [1, max(found, 1)]))
     args.bare = sorted({1, args.replicas[-1]}) if args.paced is None else [1]
     args.routers = args.routers or 4 * args.replicas[-1]

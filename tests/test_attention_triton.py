@@ -21,8 +21,9 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1", allow_module_level=True)
 
 from engine.attention import triton_decode, triton_prefill  # noqa: E402
+from engine.attention.rotary import Rotary  # noqa: E402
 from engine.attention.triton_backend import TritonAttention  # noqa: E402
-from engine.attention.triton_decode import decode  # noqa: E402
+from engine.attention.triton_decode import Fresh, decode  # noqa: E402
 from engine.attention.triton_prefill import prefill  # noqa: E402
 
 needs_compiler = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
@@ -180,6 +181,76 @@ def test_many_sequences_have_three_places_on_a_multiprocessor(kind: str, head_di
     places = 2 if kind == "too few" else 3
     assert parts == expected_parts(lengths, None, places * 2, tile=8192 // head_dim)
     assert (parts > 0) == cut
+
+
+def test_a_captured_step_of_many_sequences_may_decode_few() -> None:
+    """What is captured for 20 of them takes the third place, whatever they do."""
+    step = small_step(MIXED, num_decodes=4, head_dim=64, dtype=torch.float16, device=DEVICE)
+    tokens = len(step.query)
+    captured = captured_step(step, tokens + 9, 20)
+    out = run(backend(captured, programs=2), captured)
+    step.check(out[:tokens], atol=TOLERANCE[torch.float16], rtol=TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("decodes", "heads", "kv_heads", "head_dim", "rotary", "third"),
+    [
+        (9, 2, 2, 64, False, True),
+        (9, 4, 2, 128, False, True),
+        (8, 2, 2, 64, False, False),  # too few of them
+        (17, 2, 1, 64, False, True),
+        (9, 2, 2, 64, True, False),  # writes keys and values itself
+        (9, 2, 2, 96, False, False),  # needs more registers
+        (17, 32, 1, 64, False, False),
+    ],
+)
+def test_who_has_a_third_place(
+    monkeypatch: pytest.MonkeyPatch,
+    decodes: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary: bool,
+    third: bool,
+) -> None:
+    """On two multiprocessors: with three stages, and few enough registers."""
+    launches: list[dict[str, Any]] = []
+
+    class Noting:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: launches.append(kwargs)
+
+    monkeypatch.setattr(triton_decode, "_decode_kernel", Noting())
+    step = random_step(
+        [(20, 1)] * decodes,
+        num_decodes=decodes,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.float16,
+        device=DEVICE,
+    )
+    fresh = None
+    if rotary:
+        angles = torch.zeros(1, decodes, head_dim, dtype=torch.float16, device=DEVICE)
+        fresh = Fresh(step.key, step.value, step.batch.cache_slots, Rotary(angles, angles, None, None, 0.0))
+    decode(
+        torch.empty_like(step.query),
+        step.query,
+        step.cache.key,
+        step.cache.value,
+        step.batch.query_start,
+        step.batch.query_len,
+        step.batch.context_len,
+        step.batch.block_tables,
+        backend(step, programs=2).scratch,
+        num_decodes=decodes,
+        fresh=fresh,
+        scale=1.0,
+    )
+    [made] = launches
+    assert (made["num_stages"], made.get("maxnreg")) == ((3, 168) if third else (4, None))
+    assert made["PROGRAMS"] == (3 if third else 2) * 2 // kv_heads
 
 
 def expected_parts(lengths: list[int], window: int | None, most: int, tile: int = 32) -> int:

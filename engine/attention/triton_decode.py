@@ -295,7 +295,7 @@ def decode_config(head_dim: int, dtype: torch.dtype, many: bool) -> TileConfig:
     if dtype == torch.float32:  # without tensor cores: whole operands sit in registers
         return TileConfig(tile=32, num_warps=8, num_stages=2)
     tile = 8192 // max(64, triton.next_power_of_2(head_dim))
-    if many and head_dim in (64, 128):  # others need more registers than a third leaves
+    if many and head_dim in (64, 128):  # others, and larger groups, need more registers than a third leaves
         return TileConfig(tile, num_warps=4, num_stages=3, resident=3, registers=168)
     return TileConfig(tile, num_warps=4, num_stages=4)
 
@@ -327,8 +327,8 @@ def decode(
     heads, head_dim = query.shape[1:]
     kv_heads = key_cache.shape[2]
     group = heads // kv_heads
-    many = num_decodes * kv_heads > MANY * scratch.programs
-    config = config or decode_config(head_dim, query.dtype, many and fresh is None)
+    many = num_decodes * kv_heads > MANY * scratch.programs and fresh is None and group <= 16
+    config = config or decode_config(head_dim, query.dtype, many)
     programs = max(1, config.resident * scratch.programs // kv_heads)
     parts = num_decodes + programs
     if (
