@@ -23,8 +23,8 @@ def buckets(max_sequences: int) -> list[int]:
 
 
 MIXED_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Sizes to capture of steps that prefill, too: larger ones keep a GPU busy for longer than a launch takes, some
-25 ms, but for models of 1B and less."""
+"""Sizes to capture of steps that prefill, too: but for models of 1B and less, larger ones keep a GPU busy for
+longer than a launch takes, some 25 ms."""
 
 
 def mixed_buckets(max_tokens: int, max_sequences: int) -> list[tuple[int, int]]:
