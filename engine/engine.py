@@ -128,7 +128,7 @@ class AsyncEngine:
         biased = [token for token, _ in request.sampling.logit_bias]
         named = (("prompt", request.prompt), ("generated", request.generated), ("logit_bias", biased))
         for name, tokens in named:
-            ids = np.asarray(tokens or [0])
+            ids = np.asarray(tokens if len(tokens) else [0])
             if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise RequestError(f"{name} has other things than token ids 0..{self.vocab_size - 1}", name)
         if request.id in self._live:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -106,6 +106,14 @@ class KVCache:
         for i in range(len(hashes), num_full):
             parent = hashes[-1] if hashes else hashlib.sha256(self._identity + b"\0" + salt).digest()
             hashes.append(hashlib.sha256(parent + tokens[i * size : (i + 1) * size].tobytes()).digest())
+
+    def chain(
+        self, hashes: list[bytes], tokens: npt.NDArray[np.int32], num_full: int, salt: bytes = b""
+    ) -> Iterator[bytes]:
+        """The first `num_full` hashes of the chain, lengthened one by one as they are asked for."""
+        for i in range(num_full):
+            self.extend_hashes(hashes, tokens, i + 1, salt)
+            yield hashes[i]
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest known prefix of the chain. Takes no hold on them."""

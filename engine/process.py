@@ -16,11 +16,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from engine.config import EngineConfig
 from engine.frames import Frames
@@ -171,7 +173,7 @@ class EngineProcess(Frames):
             raise EngineUnavailable(self.failure)
         if request.id in self._live:
             raise RequestError(f"a request with id {request.id!r} is running", "id")
-        answer = self._ask("submit", request, promised)
+        answer = self._ask("submit", _packed(request), promised)
         self._live[request.id] = request, sink
         self._asked.add(request.id)
         answer.add_done_callback(partial(self._answered, request.id))
@@ -289,6 +291,17 @@ class EngineProcess(Frames):
             except Exception:
                 logger.exception("the reader of request %s failed", told.id)
                 self.abort(told.id, "reader_failed")
+
+
+def _packed(request: Request) -> Request:
+    """With arrays in place of lists, which would be read token by token there, while steps wait."""
+    try:
+        arrays: dict[str, Any] = {
+            name: np.asarray(getattr(request, name)) for name in ("prompt", "generated")
+        }
+    except (ValueError, OverflowError):  # no token ids, as the engine will say
+        return request
+    return replace(request, **arrays)
 
 
 def _encoded(number: int | None, method: str, *args: Any) -> bytes:

@@ -130,7 +130,8 @@ class Request:
     """One sequence, from arrival to finish. The engine's thread alone changes it after `submit`.
 
     `prompt` holds token ids; `generated` those that an earlier attempt has already produced
-    (resumption): they count as output, so limits and noise go on where they stopped.
+    (resumption): they count as output, so limits and noise go on where they stopped. Both are arrays
+    where they came from another process.
     Compared by identity, so an id used again is another request.
     """
 

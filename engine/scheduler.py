@@ -94,10 +94,10 @@ class Scheduler:
         """Accept a request. Raises `RequestError` if it can never run."""
         self.check_request(request)
         request.limit = token_limit(request, self.context_length)
-        known = [*request.prompt, *request.generated]
-        request.num_tokens = len(known)
+        n, known = len(request.prompt), len(request.prompt) + len(request.generated)
+        request.num_tokens = known
         request.tokens = np.empty(request.limit, np.int32)
-        request.tokens[: len(known)] = known
+        request.tokens[:n], request.tokens[n:known] = request.prompt, request.generated
         self.waiting.add(request)
         self._deadlines.add(request)
         self.counters.admitted += 1
@@ -218,10 +218,9 @@ class Scheduler:
         size, known = self.block_size, request.num_tokens
         # At least one token must be computed, or there would be nothing to sample from.
         sharable = (known - 1) // size
-        shared: list[int] = []
-        if self.cache.prefix_caching:
-            self.cache.extend_hashes(request.hashes, request.tokens, sharable, request.cache_salt)
-            shared = self.cache.match(request.hashes[:sharable])
+        # No further than to the first that is not there: of a long prompt each step does its own part.
+        chain = self.cache.chain(request.hashes, request.tokens, sharable, request.cache_salt)
+        shared = self.cache.match(chain)
         needed = -(-known // size) - len(shared)
         if not self._make_room(request, needed, shared):
             self._blocked = request, self.cache.releases

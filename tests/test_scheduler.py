@@ -373,6 +373,20 @@ def test_a_long_prefix_is_computed_once_though_it_takes_several_steps() -> None:
     assert bench.scheduler.counters.steps < 12
 
 
+def test_of_a_prompt_that_nobody_had_before_each_step_hashes_its_own_part() -> None:
+    bench = Bench(num_blocks=200, context_length=256, max_tokens=16)
+    first = bench.add(make([i % 13 for i in range(100)], 3))
+    size = bench.scheduler.block_size
+    bench.step()
+    assert len(first.hashes) == 16 // size
+    bench.run()
+    again = bench.add(make([i % 13 for i in range(100)], 3))
+    bench.step()
+    assert len(again.hashes) == 100 // size and again.num_cached == 99 // size * size
+    bench.run()
+    bench.expect_reference()
+
+
 @pytest.mark.parametrize("end", ["abort", "preempt"])
 @pytest.mark.parametrize("launched", [1, 2])
 def test_blocks_of_a_writer_that_goes_away_while_it_is_in_flight_stay_right(end: str, launched: int) -> None:
