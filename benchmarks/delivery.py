@@ -124,6 +124,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=amount, default=5.0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not args.step_ms >= 0:
+        parser.error("--step-ms: at least 0")
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     readers = spawn.Process(target=acknowledge, args=(args.routers, there), daemon=True)

@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=0, help="requests without a row, each of a client")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.steps < 10 or args.waiting < 0:
+        parser.error("--steps: at least 10; --waiting: at least 0")
     torch.set_num_threads(1)
     found = [measure(n, args.steps, waiting=args.waiting) for n in args.requests]
     names = ("schedule", "launch", "commit", "whole", "whole_p99", "timing")

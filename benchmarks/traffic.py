@@ -130,6 +130,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
     parser.add_argument("--out", type=file, help="append the JSON lines to this file")
     args = parser.parse_args(argv)
+    if args.shape == "8b" and not args.url and not torch.cuda.is_available():
+        parser.error("there is no GPU, and the 8b shape would fill this machine's memory")
     if bool(args.url) != bool(args.model):
         parser.error("--url and --model go together")
     sizes, lines = SIZES[args.shape], list[dict[str, Any]]()

@@ -107,6 +107,10 @@ def _shape(name: str, folder: Path, context: int) -> str:
         ) from error
     if name not in SHAPES:
         raise typer.BadParameter(f"one of {', '.join(SHAPES)}", param_hint="--shape")
+    if name == "8b" and not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "there is no GPU, and this one would fill the machine's memory", param_hint="--shape"
+        )
     return save_config(name, folder, context)
 
 

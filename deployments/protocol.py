@@ -1,8 +1,8 @@
 """What a client may send to the OpenAI HTTP API, and the error it gets otherwise.
 
-One rule decides about every field of OpenAI's and vLLM's APIs. What this serves is a field with a type.
-What would change the text, and is not served, is refused unless its value is neutral. What changes nothing
-is accepted. A name that no API has is refused: it is most likely a misspelt one.
+One rule decides about fields of OpenAI's and vLLM's APIs. What this serves is a field with a type. What would
+change the text, and is not served, is refused unless its value is neutral. What changes nothing is accepted.
+A name that this does not know is refused: it is most likely a misspelt one.
 """
 
 from __future__ import annotations

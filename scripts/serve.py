@@ -11,18 +11,15 @@ import socket
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import ray
 import yaml
+from pydantic import BaseModel, ValidationError
 from ray import serve
-from ray.serve.schema import (
-    ApplicationStatus,
-    ApplicationStatusOverview,
-    ServeApplicationSchema,
-    ServeDeploySchema,
-)
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 from ray.serve.scripts import cli
 
 GRACE = 5.0
@@ -44,14 +41,41 @@ def invitation(url: str) -> str:
     return f"\n{model} answers at {url}/v1 (Ctrl-C ends it). In another terminal:\n\n{curl}\n"
 
 
-def unknown_keys(config: dict[str, Any]) -> list[str]:
-    """Keys that Ray Serve would pass over without a word."""
-    found = [key for key in config if key not in ServeDeploySchema.model_fields]
-    for i, application in enumerate(config.get("applications", [])):
-        found += [
-            f"applications[{i}].{k}" for k in application if k not in ServeApplicationSchema.model_fields
-        ]
-    return found
+def faults(content: Any) -> list[str]:
+    """What Ray Serve would pass over without a word, or else say with a traceback."""
+    if not isinstance(content, dict):
+        return ["there are no settings in it"]
+    if unknown := list(_unknown(content, ServeDeploySchema)):
+        return [f"there is no setting {', '.join(unknown)}"]
+    try:
+        ServeDeploySchema.model_validate(content)
+    except ValidationError as error:
+        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    return []
+
+
+def _unknown(content: dict[str, Any], schema: type[BaseModel], path: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        field = schema.model_fields.get(key)
+        if field is None:
+            yield f"{path}{key}"
+            continue
+        inner = {"": value} if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            inner = {f"[{i}]": each for i, each in enumerate(value) if isinstance(each, dict)}
+        for model in _models(field.annotation):
+            for index, each in inner.items():
+                yield from _unknown(each, model, f"{path}{key}{index}.")
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Those that describe all that a value may hold: none where any dictionary will do."""
+    parts = get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif not any(part is dict or get_origin(part) is dict for part in parts):
+        for part in parts:
+            yield from _models(part)
 
 
 def watch(url: str, ended: threading.Event, failures: list[str]) -> None:
@@ -93,8 +117,8 @@ def main(config: str = "serve_config.yaml") -> None:
         content = yaml.safe_load(Path(config).read_text())
     except (OSError, yaml.YAMLError) as error:
         sys.exit(f"{config}: {error}")
-    if unknown := unknown_keys(content):
-        sys.exit(f"{config}: there is no setting {', '.join(unknown)}")
+    if found := faults(content):
+        sys.exit("\n".join(f"{config}: {each}" for each in found))
     port = content.get("http_options", {}).get("port", 8000)
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:

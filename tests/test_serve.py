@@ -1,0 +1,59 @@
+"""`scripts/serve.py`, as far as it needs no cluster; with one: tests/test_app.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts import serve
+
+ROOT = Path(__file__).parents[1]
+APPLICATION = "applications: [{name: a, import_path: deployments.app:build, args: {any: thing}}]"
+
+
+def test_the_configuration_that_comes_with_it_has_no_faults() -> None:
+    assert serve.faults(yaml.safe_load((ROOT / "serve_config.yaml").read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "there are no settings"),
+        ("[a, b]", "there are no settings"),
+        ("applications:", "applications: "),
+        ("applications: [1]", "applications.0: "),
+        (f"http_options: {{prt: 1}}\n{APPLICATION}", "http_options.prt"),
+        (f"http_options: {{port: abc}}\n{APPLICATION}", "http_options.port: "),
+        (f"htp_options: {{}}\n{APPLICATION}", "htp_options"),
+        (APPLICATION.replace("name:", "nme:"), "applications[0].nme"),
+        (f"logging_config: {{log_levl: DEBUG}}\n{APPLICATION}", "logging_config.log_levl"),
+        (
+            APPLICATION.replace("args:", "deployments: [{name: b, num_replica: 2}], args:"),
+            "applications[0].deployments[0].num_replica",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named(text: str, said: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        serve.main(str(config))
+    assert str(config) in str(ended.value) and said in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        APPLICATION,
+        f"http_options: {{host: 0.0.0.0, port: 9000}}\n{APPLICATION}",
+        APPLICATION.replace(
+            "args:",
+            "deployments: [{name: b, user_config: {any: thing}, ray_actor_options: {num_cpus: 1},"
+            " autoscaling_config: {min_replicas: 1}}], runtime_env: {env_vars: {A: b}}, args:",
+        ),
+    ],
+)
+def test_what_ray_serve_knows_is_taken(text: str) -> None:
+    assert serve.faults(yaml.safe_load(text)) == []
