@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from deployments.api import Api
 from deployments.execution import Executor
 from deployments.generation import Dispatcher
-from deployments.protocol import MAX_BODY_BYTES, ApiError
+from deployments.protocol import MAX_BODY_BYTES, ApiError, ChatRequest, CompletionRequest
 from deployments.submission import Refusal, Submission
 from deployments.text import Tokenizer
 from engine.request import FinishReason, Output, QueueFull, Request
@@ -196,6 +197,33 @@ async def test_a_stop_token_ends_and_is_not_shown(
         assert text == answer("hi", 3, length)
         assert reason == "stop"
         assert usage["completion_tokens"] == length + 1
+
+
+async def test_a_short_text_does_not_wait_until_long_ones_are_tokenized(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prompts(request: ChatRequest | CompletionRequest) -> list[list[int]]:
+        if isinstance(request, CompletionRequest) and request.prompt == "long":
+            goes_on.wait()
+        return tokenize(request)
+
+    goes_on, tokenize = threading.Event(), tokenizer.prompts
+    monkeypatch.setattr(tokenizer, "prompts", prompts)
+    async with serving(tokenizer) as server:
+
+        async def complete(prompt: str) -> int:
+            body = COMPLETION | {"prompt": prompt}
+            return (await server.http.post("/v1/completions", json=body)).status_code
+
+        long = [asyncio.create_task(complete("long")) for _ in range(tokenizer.threads - 1)]
+        try:
+            async with asyncio.timeout(20):
+                assert await complete("short") == 200
+            assert not any(each.done() for each in long)
+        finally:
+            goes_on.set()
+        assert await asyncio.gather(*long) == [200] * (tokenizer.threads - 1)
+    assert tokenizer.threads > 1
 
 
 async def test_a_drawn_seed_differs(tokenizer: Tokenizer) -> None:

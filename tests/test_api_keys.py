@@ -15,6 +15,7 @@ from deployments.api_keys import read_keys
 
 class _Tokenizer:
     context_length = 100
+    threads = 1
 
 
 async def healthy() -> None:
