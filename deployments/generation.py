@@ -96,16 +96,23 @@ class Generation:
             self.admitted.set()
             self._notify()
 
-    async def run(self, submit: Submit, model: str, tape: Address) -> None:
-        """Submit until it has ended; with the tokens so far when it must move, or its replica is lost."""
+    async def run(
+        self, submit: Submit, model: str, tape: Address, replicas: Callable[[], Collection[str]]
+    ) -> None:
+        """Submit until it has ended; with the tokens so far when it must move, or its replica is lost.
+
+        `replicas`: the names of those that take requests, as far as is known. None is asked in vain twice.
+        """
         limit = self.scheduling.timeout
         try:
             async with asyncio.timeout(None if limit is None else limit + GRACE):
-                await self._run(submit, model, tape)
+                await self._run(submit, model, tape, replicas)
         except TimeoutError:  # no replica says so: it hangs, or there is none
             self._time_out()
 
-    async def _run(self, submit: Submit, model: str, tape: Address) -> None:
+    async def _run(
+        self, submit: Submit, model: str, tape: Address, replicas: Callable[[], Collection[str]]
+    ) -> None:
         lost, tried = 0, list[str]()
         cause: str | None = None
         for self._attempt in count():
@@ -140,6 +147,7 @@ class Generation:
             elsewhere = refusal.replica is not None and refusal.replica not in tried
             if elsewhere and refusal.replica is not None:
                 tried.append(refusal.replica)
+                elsewhere = not replicas() or not set(replicas()) <= set(tried)
             match refusal.reason:
                 case "full" | "unavailable" | "other model" | "moved" if elsewhere:
                     pass
@@ -171,6 +179,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = TapeListener(self._deliver, observe)
         self._tape: Address | None = None
+        self._replicas: Collection[str] = ()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -190,7 +199,8 @@ class Dispatcher:
         self._listener.keep(replicas)
 
     def welcome(self, replicas: Collection[str]) -> None:
-        """What comes to run on these stays there, until others are kept."""
+        """These take requests; what comes to run on them stays there, until others are kept."""
+        self._replicas = replicas
         self._listener.welcome(replicas)
 
     async def drain(self, grace: float) -> None:
@@ -217,7 +227,9 @@ class Dispatcher:
             raise RuntimeError("the dispatcher is not open")
         watch = self._watch(len(prompt)) if self._watch else None
         generation = Generation(next(self._requests), prompt, sampling, notify, scheduling, watch)
-        task = asyncio.create_task(generation.run(self._submit, self._model, self._tape))
+        task = asyncio.create_task(
+            generation.run(self._submit, self._model, self._tape, lambda: self._replicas)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._running[generation.request] = generation, task

@@ -124,6 +124,15 @@ async def test_a_refusal_ends_it() -> None:
         assert len(cluster.submissions) == 3
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_full_replicas_are_asked_once_each(replicas: int) -> None:
+    async with dispatching(*(MemoryEngine(capacity=0) for _ in range(replicas))) as (dispatcher, cluster):
+        dispatcher.welcome([f"r{n}" for n in range(replicas)])
+        generation = await Reader(dispatcher).until(ended)
+        assert generation.refusal == Refusal("full", "no room", replica=f"r{replicas - 1}")
+        assert len(cluster.submissions) == replicas
+
+
 async def test_a_full_replica_is_passed_over() -> None:
     engines = MemoryEngine(capacity=0), MemoryEngine(capacity=0), MemoryEngine()
     async with dispatching(*engines) as (dispatcher, cluster):
