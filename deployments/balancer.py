@@ -169,6 +169,7 @@ class Balancer:
         with self._lock:
             if not self._slots:
                 raise LookupError("no replica")
+            self._forget(began)
             home = self._home(session) if session else None
             load = self._load()
             found = self._index.match(prefix)
@@ -215,6 +216,7 @@ class Balancer:
             if slot is None:
                 return
             now = self._clock()
+            self._forget(now)
             tokens = load.prefill_tokens + DECODE_COST * (load.running + load.waiting)
             self._reported[slot] = tokens
             self._drain[slot] = max(load.tokens_per_s, tokens / STALE)
@@ -225,9 +227,6 @@ class Balancer:
                 for key, placement in list(unseen.items()):
                     if placement.accepted is not None and now - placement.accepted >= SETTLE:
                         self._settle(key, placement)
-                    elif placement.accepted is None and now - placement.placed >= STALE:
-                        # Placed after it had ended: Ray Serve heard of its cancellation too late.
-                        self._settle(key, self._placements.pop(key))
 
     def loads(self) -> dict[str, float]:
         """Tokens that each replica is thought to have to do."""
@@ -250,6 +249,15 @@ class Balancer:
             self._settle(key, earlier)
         placement = self._placements[key] = self._unseen[name][key] = _Placement(name, tokens, self._clock())
         self._sent[self._slots[name]] += placement.tokens
+
+    def _forget(self, now: float) -> None:
+        """The oldest on each replica, if it was placed after it had ended, since Ray Serve heard too late of
+        its cancellation, and so never arrives."""
+        for unseen in self._unseen.values():
+            if unseen:
+                key, placement = next(iter(unseen.items()))
+                if placement.accepted is None and now - placement.placed >= STALE:
+                    self._settle(key, self._placements.pop(key))
 
     def _settle(self, key: Hashable, placement: _Placement) -> None:
         """From now on, what the replica reports says all about it."""

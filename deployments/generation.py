@@ -101,7 +101,8 @@ class Generation:
     ) -> None:
         """Submit until it has ended; with the tokens so far when it must move, or its replica is lost.
 
-        `replicas`: the names of those that take requests, as far as is known. None is asked in vain twice.
+        `replicas`: the names of those that take requests, as far as is known. None of them is asked for room
+        twice.
         """
         limit = self.scheduling.timeout
         try:
@@ -113,7 +114,7 @@ class Generation:
     async def _run(
         self, submit: Submit, model: str, tape: Address, replicas: Callable[[], Collection[str]]
     ) -> None:
-        lost, tried = 0, list[str]()
+        lost, tried, refused = 0, list[str](), set[str]()
         cause: str | None = None
         for self._attempt in count():
             scheduling = self.scheduling.after(time.monotonic() - self._began, began=bool(self.tokens))
@@ -147,9 +148,13 @@ class Generation:
             elsewhere = refusal.replica is not None and refusal.replica not in tried
             if elsewhere and refusal.replica is not None:
                 tried.append(refusal.replica)
-                elsewhere = not replicas() or not set(replicas()) <= set(tried)
+            if refusal.replica is not None and refusal.reason in ("full", "unavailable", "other model"):
+                refused.add(refusal.replica)
+            everywhere = bool(replicas()) and refused.issuperset(replicas())
             match refusal.reason:
-                case "full" | "unavailable" | "other model" | "moved" if elsewhere:
+                case "full" | "unavailable" | "other model" if elsewhere and not everywhere:
+                    pass
+                case "moved" if elsewhere:
                     pass
                 case "lost" | "moved" if (lost := lost + idle) < ATTEMPTS:
                     logger.warning("request %d, attempt %d: %s", self.request, self._attempt, refusal.message)

@@ -78,7 +78,7 @@ class AsyncEngine:
         if self._thread is not None or self._closed:
             raise RuntimeError("an engine starts once")
         self._asyncio = asyncio.get_running_loop()
-        self.failed = self._asyncio.create_future()
+        self.failed, self._over = self._asyncio.create_future(), self._asyncio.create_future()
         ready: asyncio.Future[None] = self._asyncio.create_future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
         self._thread.start()
@@ -216,9 +216,9 @@ class AsyncEngine:
         done: asyncio.Future[None] = self._asyncio.create_future()
         for each in (call, partial(self._asyncio.call_soon_threadsafe, _settle, done, None)):
             self._inbox.put(each)
-        await asyncio.wait((done, self.failed), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((done, self._over), return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
-            raise EngineUnavailable(self.failed.result())
+            raise EngineUnavailable(self.failure or "the engine has stopped")
 
     # The engine's thread
 
@@ -228,6 +228,7 @@ class AsyncEngine:
             self._scheduler, self._runner = self._build()
         except BaseException as error:
             call(_settle, ready, error)
+            call(_settle, self._over, None)
             return
         self.max_tokens_per_step = self._scheduler.max_tokens_per_step
         call(_settle, ready, None)
@@ -243,6 +244,7 @@ class AsyncEngine:
             logger.exception("the engine's lanes failed to end")
         if failure is not None:
             call(self._fail, failure)
+        call(_settle, self._over, None)
 
     def _build(self) -> tuple[Scheduler, Runner]:
         config, device = self.config, choose_device(self.config)

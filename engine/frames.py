@@ -50,8 +50,9 @@ class Frames(asyncio.Protocol):
         raise NotImplementedError
 
     def send(self, payload: bytes) -> None:
-        """At once, as far as the socket takes it. Without a connection, nothing happens."""
-        if self._transport is not None:
+        """At once, as far as the socket takes it. Without a connection, nothing happens, nor does a warning,
+        which might itself be sent."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(LENGTH.pack(len(payload)) + payload)
 
     def close(self) -> None:

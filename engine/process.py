@@ -301,7 +301,7 @@ def _packed(request: Request) -> Request:
         }
     except (ValueError, OverflowError):  # no token ids, as the engine will say
         return request
-    return replace(request, **arrays)
+    return replace(request, **arrays) if all(each.ndim == 1 for each in arrays.values()) else request
 
 
 def _encoded(number: int | None, method: str, *args: Any) -> bytes:

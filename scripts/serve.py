@@ -51,6 +51,8 @@ def faults(content: Any) -> list[str]:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:
         return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    except Exception as error:  # of what it imports, for one
+        return [f"{type(error).__name__}: {error}"]
     return []
 
 
@@ -113,13 +115,16 @@ def end(applications: list[str]) -> None:
 
 
 def main(config: str = "serve_config.yaml") -> None:
+    sys.path.insert(0, ".")  # where `serve run` finds what a configuration names
     try:
         content = yaml.safe_load(Path(config).read_text())
     except (OSError, yaml.YAMLError) as error:
         sys.exit(f"{config}: {error}")
     if found := faults(content):
         sys.exit("\n".join(f"{config}: {each}" for each in found))
-    port = content.get("http_options", {}).get("port", 8000)
+    port = ServeDeploySchema.model_validate(content).http_options.port
+    if not 0 <= port < 1 << 16:
+        sys.exit(f"{config}: http_options.port: there is no port {port}")
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             sys.exit(

@@ -116,6 +116,9 @@ def test_what_is_placed_after_its_end_and_never_arrives_is_forgotten() -> None:
     world.loads(a=0, b=0)
     assert world.balancer.loads() == {"a": 0, "b": 100 + DECODE_COST}, name
     assert list(world.balancer._placements) == [2]
+    world.now += STALE
+    assert world.where(avoid="a") == "b"  # of a replica that says nothing, the next request finds it
+    assert world.balancer.loads() == {"a": 0, "b": 0}
 
 
 def test_running_requests_are_work_too() -> None:

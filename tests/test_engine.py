@@ -14,6 +14,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
+from engine.probe import ModelError
 from engine.request import (
     EngineUnavailable,
     FinishReason,
@@ -344,6 +345,38 @@ def test_a_loop_that_hangs_does_not_turn() -> None:
             await turning
         with pytest.raises(EngineUnavailable):
             await engine.turn()
+
+    run(test())
+
+
+def test_whoever_waits_for_a_turn_of_a_loop_that_ends_is_told() -> None:
+    async def test() -> None:
+        over, goes_on = threading.Event(), threading.Event()
+        engine = AsyncEngine(config())
+        await engine.start()
+        close = engine._runner.close
+
+        def late() -> None:
+            over.set()
+            goes_on.wait()
+            close()
+
+        engine._runner.close = late  # type: ignore[method-assign]
+        stopping = asyncio.create_task(engine.stop())
+        await asyncio.to_thread(over.wait)
+        turning = asyncio.create_task(engine.turn())
+        await asyncio.sleep(0)
+        goes_on.set()
+        with pytest.raises(EngineUnavailable, match="stopped"):
+            await turning
+        await stopping
+        wrong = AsyncEngine(config(model="/nowhere/at-all"))
+        starting = asyncio.create_task(wrong.start())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable):
+            await wrong.turn()
+        with pytest.raises(ModelError):
+            await starting
 
     run(test())
 

@@ -133,6 +133,25 @@ async def test_full_replicas_are_asked_once_each(replicas: int) -> None:
         assert len(cluster.submissions) == replicas
 
 
+async def test_a_replica_that_lost_it_may_have_room() -> None:
+    answers = [
+        Refusal("lost", "it died", replica="b"),
+        Refusal("full", "no room", replica="a"),
+        Refusal("invalid", "asked again", replica="b"),
+    ]
+
+    async def submit(submission: Submission) -> Refusal | None:
+        return answers.pop(0)
+
+    dispatcher = Dispatcher(submit, "demo")
+    await dispatcher.open("127.0.0.1")
+    dispatcher.welcome(["a", "b"])
+    async with asyncio.timeout(20):
+        generation = await Reader(dispatcher).until(ended)
+    assert generation.refusal is not None and generation.refusal.message == "asked again"
+    await dispatcher.close()
+
+
 async def test_a_full_replica_is_passed_over() -> None:
     engines = MemoryEngine(capacity=0), MemoryEngine(capacity=0), MemoryEngine()
     async with dispatching(*engines) as (dispatcher, cluster):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from benchmarks.ports import free_port
 from scripts import serve
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,8 @@ def test_the_configuration_that_comes_with_it_has_no_faults() -> None:
         ("applications: [1]", "applications.0: "),
         (f"http_options: {{prt: 1}}\n{APPLICATION}", "http_options.prt"),
         (f"http_options: {{port: abc}}\n{APPLICATION}", "http_options.port: "),
+        (f"http_options: {{port: 70000}}\n{APPLICATION}", "no port 70000"),
+        (APPLICATION.replace("args:", "deployments: [null], args:"), "Error"),
         (f"htp_options: {{}}\n{APPLICATION}", "htp_options"),
         (APPLICATION.replace("name:", "nme:"), "applications[0].nme"),
         (f"logging_config: {{log_levl: DEBUG}}\n{APPLICATION}", "logging_config.log_levl"),
@@ -41,6 +45,23 @@ def test_a_wrong_setting_is_named(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         serve.main(str(config))
     assert str(config) in str(ended.value) and said in str(ended.value)
+
+
+def test_what_a_configuration_names_is_found_where_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(serve, "cli", lambda args: reached.append(args))
+    (tmp_path / "my_policies.py").write_text("def policy(context):\n    return 1, {}\n")
+    policy = "policy: {policy_function: 'my_policies:policy'}"
+    config = APPLICATION.replace(
+        "args:", f"deployments: [{{name: b, autoscaling_config: {{{policy}}}}}], args:"
+    )
+    reached: list[list[str]] = []
+    (tmp_path / "config.yaml").write_text(f"http_options: {{port: '{free_port()}'}}\n{config}")
+    serve.main("config.yaml")
+    assert reached == [["run", "config.yaml"]]
 
 
 @pytest.mark.parametrize(
