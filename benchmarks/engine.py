@@ -35,7 +35,15 @@ from benchmarks.limits import measure_limits, percentages, read_bandwidth
 from benchmarks.measuring import Measured, Prompts
 from benchmarks.pages.engine import screen
 from benchmarks.peers import Stuck, Transformers, within
-from benchmarks.workloads import SHAPES, WORKLOADS, Workload, chat_prompts, random_prompts, save_config
+from benchmarks.workloads import (
+    SHAPES,
+    WORKLOADS,
+    Workload,
+    chat_prompts,
+    random_prompts,
+    save_config,
+    why_not,
+)
 from engine.config import EngineConfig
 
 LONG_RUN = 60.0
@@ -274,8 +282,8 @@ def main() -> None:
         workloads.append(Workload(name, shape, args.requests, args.prompt, args.output))
     if not workloads:
         parser.error("name a --workload, --shape or --model")
-    if not torch.cuda.is_available() and any(each.shape == "8b" for each in workloads):
-        parser.error("there is no GPU, and the 8b shape would fill this machine's memory")
+    if why := why_not(each.shape for each in workloads):
+        parser.error(why)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("engine").setLevel(logging.INFO)
     results = Results(args.out)

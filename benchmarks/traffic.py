@@ -29,7 +29,7 @@ from benchmarks.engine import release
 from benchmarks.pages.traffic import traffic_table
 from benchmarks.scenarios import SCENARIOS, SIZES, Scenario, Sizes, Traffic
 from benchmarks.targets import Clients, EngineTarget, HttpTarget, now, play, undisturbed
-from benchmarks.workloads import save_config
+from benchmarks.workloads import save_config, why_not
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
 
@@ -130,8 +130,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
     parser.add_argument("--out", type=file, help="append the JSON lines to this file")
     args = parser.parse_args(argv)
-    if args.shape == "8b" and not args.url and not torch.cuda.is_available():
-        parser.error("there is no GPU, and the 8b shape would fill this machine's memory")
+    if not args.url and (why := why_not([args.shape])):
+        parser.error(why)
     if bool(args.url) != bool(args.model):
         parser.error("--url and --model go together")
     sizes, lines = SIZES[args.shape], list[dict[str, Any]]()

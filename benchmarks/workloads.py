@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ WORKLOADS = {
         Workload("tiny", "tiny", 8, 32, 64),
     )
 }
+
+
+def why_not(shapes: Iterable[str]) -> str:
+    """Why models of these shapes are not to be made on this machine; empty if they may be."""
+    import torch  # which others here, that need no device, do without
+
+    if "8b" in shapes and not torch.cuda.is_available():
+        return "there is no GPU, and the 8b shape would fill this machine's memory"
+    return ""
 
 
 def save_config(shape: str, directory: Path, context: int) -> str:

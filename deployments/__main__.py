@@ -100,17 +100,15 @@ def _resolve(model: str) -> str:
 def _shape(name: str, folder: Path, context: int) -> str:
     sys.path.append(str(Path.cwd()))  # where a checkout is, if this is one: no part of what is installed
     try:
-        from benchmarks.workloads import SHAPES, save_config
+        from benchmarks.workloads import SHAPES, save_config, why_not
     except ImportError as error:
         raise typer.BadParameter(
             "shapes come with a checkout: run it in one", param_hint="--shape"
         ) from error
     if name not in SHAPES:
         raise typer.BadParameter(f"one of {', '.join(SHAPES)}", param_hint="--shape")
-    if name == "8b" and not torch.cuda.is_available():
-        raise typer.BadParameter(
-            "there is no GPU, and this one would fill the machine's memory", param_hint="--shape"
-        )
+    if why := why_not([name]):
+        raise typer.BadParameter(why, param_hint="--shape")
     return save_config(name, folder, context)
 
 
