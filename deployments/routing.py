@@ -40,12 +40,11 @@ class TokenRouter(FIFOMixin, RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The best replica, then two others in case that it is full."""
-        others = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is not None:  # where all are full, Serve asks again after a while
             pending_request.routing_context.should_backoff = True
         submission = _submission(pending_request)
         if submission is None:
-            return [others]
+            return [_two(candidate_replicas)]
         try:
             name = self._balancer.place(
                 key_of(submission),
@@ -57,7 +56,7 @@ class TokenRouter(FIFOMixin, RequestRouter):
             best = self._by_name[name]
         except LookupError:  # the last one has just died
             return []
-        return [[best], others]
+        return [[best], _two([each for each in candidate_replicas if each is not best])]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
@@ -77,6 +76,10 @@ class TokenRouter(FIFOMixin, RequestRouter):
     def _follow(self) -> None:
         self._by_name = {id.unique_id: replica for id, replica in self.curr_replicas.items()}
         self._balancer.set_replicas(self._by_name)
+
+
+def _two(replicas: list[RunningReplica]) -> list[RunningReplica]:
+    return random.sample(replicas, min(2, len(replicas)))
 
 
 def _submission(request: PendingRequest | None) -> Submission | None:
