@@ -40,6 +40,7 @@ RUN apt-get update \
 ENV PATH=/opt/stepahead/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
+    RAY_worker_niceness=0 \
     HF_HOME=/models/huggingface \
     STEPAHEAD_CACHE=/models/stepahead
 WORKDIR /app

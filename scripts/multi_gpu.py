@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # virtual machines that grow as they are used look full
+    "RAY_worker_niceness": "0",
     "RAY_metrics_report_interval_ms": "2000",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # Routers end when all has been measured
     # A replica that does not say in time how many requests it has is passed over, and one of several is

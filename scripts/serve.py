@@ -6,6 +6,7 @@ usage: scripts/serve.py [CONFIG] (serve_config.yaml by default)
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -131,6 +132,8 @@ def main(config: str = "serve_config.yaml") -> None:
                 f"Port {port} is in use: end what listens there, or change http_options.port in {config}."
             )
 
+    # Ray gives its workers 15, so that engines would get a 28th of a core that anything else wants, too.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # As Ray does it for SIGTERM, and not KeyboardInterrupt, at which `serve run` would shut down at once.
     signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
     ended, failures = threading.Event(), list[str]()

@@ -10,6 +10,7 @@ import pytest
 # Before anything imports ray or transformers, and inherited by every process a test starts.
 os.environ["RAY_AUTH_MODE"] = "disabled"  # a token would be written into ~/.ray
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # as scripts/serve.py does
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tiny models gain nothing from a second thread, and lose a great deal beside other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -381,6 +381,19 @@ def read_stats(replica: Any) -> EngineStats:
     return stats
 
 
+def read_niceness(replica: Any) -> int:
+    """Runs in a replica: that of its engine's process."""
+    engine = replica._replica_impl._user_callable_wrapper._callable._engine
+    return os.getpriority(os.PRIO_PROCESS, engine.pid)
+
+
+async def test_engines_stand_behind_no_other_process(pair: Pair) -> None:
+    assert os.environ["RAY_worker_niceness"] == "0"  # Ray's default is 15
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for replica in pair.actors("EngineReplica").values():
+        assert await replica.__ray_call__.remote(read_niceness) == own
+
+
 async def test_two_routers_share_two_engines(pair: Pair) -> None:
     asked = requests(60) * 4
     alone = {json.dumps(request): await pair.ask(**request) for request in requests(60)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -58,10 +59,12 @@ def test_what_a_configuration_names_is_found_where_it_is_run(
     config = APPLICATION.replace(
         "args:", f"deployments: [{{name: b, autoscaling_config: {{{policy}}}}}], args:"
     )
+    monkeypatch.delenv("RAY_worker_niceness")
     reached: list[list[str]] = []
     (tmp_path / "config.yaml").write_text(f"http_options: {{port: '{free_port()}'}}\n{config}")
     serve.main("config.yaml")
     assert reached == [["run", "config.yaml"]]
+    assert os.environ["RAY_worker_niceness"] == "0"  # read by the Ray that it starts
 
 
 @pytest.mark.parametrize(
