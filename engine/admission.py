@@ -22,8 +22,9 @@ def check_request(request: Request, context_length: int) -> None:
     sampling, n = request.sampling, request.num_prompt
     if request.num_tokens or request.state is not State.WAITING:
         raise RequestError("the request was submitted before; make a new one", "id")
-    if not isinstance(request.priority, int):
-        raise RequestError(f"priority must be an integer, got {request.priority!r}", "priority")
+    for name, kind in (("priority", int), ("client", str), ("cache_salt", bytes)):
+        if not isinstance(value := getattr(request, name), kind):
+            raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}", name)
     for name in ("timeout", "queue_timeout"):
         seconds = getattr(request, name)
         if seconds is not None and not seconds > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -112,6 +113,12 @@ class SamplingParams:
         check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        check(
+            isinstance(self.stop_token_ids, Collection)
+            and all(isinstance(token, int) for token in self.stop_token_ids),
+            "stop_token_ids",
+            "a tuple of integers",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             check(-2 <= getattr(self, name) <= 2, name, "between -2 and 2")
         check(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "between 0.01 and 100")

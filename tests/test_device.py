@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import device
+from engine.attention import LayerCache
 from engine.config import EngineConfig
 from engine.device import choose_device, choose_dtype, choose_num_blocks
+from engine.graphs import mixed_buckets
 from engine.model import PagedModel
-from engine.plan import scratch_plan
+from engine.plan import StepPlan, scratch_plan
 from tests.tiny_models import tiny_model
 
 
@@ -38,6 +44,42 @@ def test_the_cache_of_a_cpu_takes_what_the_setting_says() -> None:
     assert used <= 0.01 * 2**30 < used + 2 * model.cache_bytes_per_block(config.block_size)
     with pytest.raises(ValueError, match="cpu_cache_gib"):
         choose_num_blocks(config.model_copy(update={"cpu_cache_gib": 1e-6}), model, 32, cpu)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_cache_of_a_gpu_leaves_room_for_the_largest_step_and_for_graphs(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TGI#1374. With a GPU that only says how much memory it has."""
+
+    def peak(runner: object, plan: StepPlan) -> int:
+        assert len(plan.sequences) == 8 and len(plan.block_tables.T) == 4
+        return (5_000_000 if plan.penalised else 0) + 1000 * len(plan.tokens)
+
+    gpu: Any = SimpleNamespace(type="cuda")
+    caches = [LayerCache(*torch.zeros(2, 1, 1, 1, 1, dtype=torch.bfloat16))]
+    model: Any = SimpleNamespace(
+        vocab_size=1000, cache_bytes_per_block=lambda size: 100 * size, allocate_cache=lambda *_: caches
+    )
+    for name, does in (("Runner", lambda *_, **__: SimpleNamespace(caches=caches)), ("_peak_bytes", peak)):
+        monkeypatch.setattr(device, name, does)
+    for name in ("make_lanes", "warm_up"):
+        monkeypatch.setattr(device, name, lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80_000_000, 100_000_000))
+    config = EngineConfig(
+        max_running_requests=8,
+        max_tokens_per_step=64,
+        block_size=16,
+        memory_fraction=0.9,
+        cuda_graphs=graphs,
+        compile=graphs,
+    )
+    room = 70_000_000 - 5_064_000  # of 90, 20 are taken by weights; the largest step has 64 tokens
+    if graphs:
+        largest = max(mixed_buckets(64, 8)[-1][0], 8)
+        room -= 1000 * largest + 8 * 1000 * 2  # and its logits
+    assert choose_num_blocks(config, model, 4, gpu) == room // 1600
 
 
 def test_dtype_and_device_follow_the_settings() -> None:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import engine
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
 from engine.probe import ModelError
@@ -237,6 +239,20 @@ def test_leaving_early_computes_no_further() -> None:
     run(test())
 
 
+def test_a_reader_that_has_all_ends_no_later_request_of_its_id() -> None:
+    async def test() -> None:
+        async with running(config()) as engine:
+            first = engine.generate(request("same", [1, 2, 3], 2))
+            while (await anext(first)).finish_reason is None:
+                pass
+            second = asyncio.create_task(tokens_of(engine, request("same", [1, 2, 3], 60)))
+            await settled(engine, lambda: engine.stats().admitted == 2)
+            await first.aclose()  # type: ignore[attr-defined]
+            assert len(await second) == 60
+
+    run(test())
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -246,6 +262,8 @@ def test_leaving_early_computes_no_further() -> None:
         ({"prompt": [1, float("nan")]}, "prompt"),
         ({"prompt": [True, False]}, "prompt"),
         ({"priority": "high"}, "priority"),
+        ({"client": ["a"]}, "client"),
+        ({"cache_salt": "salt"}, "cache_salt"),
     ],
 )
 def test_what_would_break_a_step_is_refused(changes: dict[str, Any], field: str) -> None:
@@ -512,18 +530,33 @@ def test_time_ends_requests_that_wait_and_that_run() -> None:
     run(test())
 
 
+def naps(threads: list[threading.Thread]) -> int:
+    """How often they have gone to sleep since they began, as Linux counts it."""
+    texts = [Path(f"/proc/self/task/{each.native_id}/status").read_text() for each in threads]
+    return sum(int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0]) for text in texts)
+
+
 def test_an_idle_engine_uses_no_cpu() -> None:
-    """transformers#45063, lmdeploy: no polling. Measured in CPU time, which other processes don't change."""
+    """transformers#45063, lmdeploy: no polling. In what other processes don't change: CPU time, and naps."""
 
     async def test() -> None:
         async with running(config()) as engine:
             await tokens_of(engine, request("a", [1, 2, 3]))
-            steps, cpu = engine.stats().steps, time.process_time()
+            own = [each for each in threading.enumerate() if each.name.startswith(("engine", "lane-"))]
+            assert len(own) == 4
+            before, steps, cpu = naps(own), engine.stats().steps, time.process_time()
             await asyncio.sleep(0.5)
             assert engine.stats().steps == steps
             assert time.process_time() - cpu < 0.1
+            assert naps(own) - before < 10
 
     run(test())
+
+
+def test_nothing_in_an_engine_sleeps() -> None:
+    """Whoever waits, waits for what he waits for: on the way of a token there is no interval."""
+    for path in Path(engine.__path__[0]).rglob("*.py"):
+        assert ".sleep(" not in path.read_text(), path
 
 
 def test_a_device_failure_ends_every_request_with_an_error() -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -202,6 +208,65 @@ def test_one_request_is_not_starved_by_a_thousand() -> None:
         bench.step()
     assert single in bench.ended
     assert len(bench.ended) < 30
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """Lines of Python that it runs."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_a_long_queue_is_no_more_work_for_a_step() -> None:
+    """transformers#45063: nothing goes over all that wait."""
+    found = []
+    for waiting in (50, 5000):
+        bench = Bench(num_blocks=200, max_running=4)
+        for i in range(waiting):
+            bench.add(make([i % 13] * 4, 3, client=str(i % 40)))
+        for _ in range(4):
+            bench.step()
+        found.append(lines_of(partial(turns, bench, 20)))
+    assert found[1] < 1.5 * found[0]
+
+
+def turns(bench: Bench, n: int) -> None:
+    """As the engine does them: without the checks that look at everything."""
+    for _ in range(n):
+        plan = bench.scheduler.schedule()
+        assert plan is not None
+        bench.device.launch(plan)
+        bench.scheduler.commit(bench.device.collect())
+
+
+def test_a_long_prompt_that_finds_no_room_is_looked_at_again_when_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(num_blocks=33, max_running=4)
+    for i in range(2):
+        bench.add(make([i] * 40, 20, ignore_eos=True))
+    for _ in range(8):
+        bench.step()
+    bench.add(make([5] * 60, 3))
+    looked = Mock(wraps=bench.scheduler.cache.match)
+    monkeypatch.setattr(bench.scheduler.cache, "match", looked)
+    for _ in range(8):
+        bench.step()
+    assert len(bench.scheduler.waiting) == 1
+    assert looked.call_count == 1
+    bench.run()
+    bench.expect_reference()
 
 
 # Deadlines

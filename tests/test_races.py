@@ -35,6 +35,20 @@ def many_steps() -> Sequence[Sequence[Request]]:
     return [[make([i, 2, 3][: 1 + i % 3], 1 + i % 7, stop=(0, 5))] for i in range(24)]
 
 
+def penalised() -> Sequence[Sequence[Request]]:
+    """Rows change hands, and with them the counts that change nearly every token."""
+    return [
+        [
+            Request(
+                f"{i}",
+                [i % 13, 2, 3][: 1 + i % 3],
+                SamplingParams(max_tokens=1 + i % 7, temperature=0, presence_penalty=2.0 if i % 3 else 0.0),
+            )
+        ]
+        for i in range(24)
+    ]
+
+
 def expect(outputs: dict[Request, list[int]]) -> None:
     for request, output in outputs.items():
         sampling = request.sampling
@@ -94,3 +108,19 @@ def test_threads_without_an_event_fail(event: str) -> None:
         if failed:
             break
     assert failed
+
+
+def test_penalties_follow_their_rows() -> None:
+    """vllm#45357, sglang#18803: state by row is cleared on the lane that reads it, in its order."""
+
+    def tokens(seed: int, depth: int) -> list[list[int]]:
+        lanes = delayed_lanes(seed)
+        try:
+            return list(Pipeline(lanes, depth=depth).run(penalised()).values())
+        finally:
+            lanes.close()
+
+    wanted = tokens(0, depth=1)
+    assert any(len(set(each)) > 2 for each in wanted)
+    for seed in range(4):
+        assert tokens(seed, depth=2) == wanted

@@ -335,6 +335,8 @@ def test_priority_runs_first() -> None:
         ("min_p", -0.1),
         ("min_p", 1.5),
         ("seed", 2**64),
+        ("stop_token_ids", None),
+        ("stop_token_ids", ("a",)),
     ],
 )
 def test_sampling_params_out_of_range(field: str, value: float) -> None:
