@@ -43,6 +43,9 @@ SETTLE = 0.02
 STALE = 10.0
 """Seconds after which the word of a replica that sends no frames is worth nothing."""
 
+SILENT = 2.0
+"""Seconds without a frame of the next step, where one was to come, after which a replica seems to hang."""
+
 AVOIDED = 1e12
 """Tokens; more than any replica has to do."""
 
@@ -98,7 +101,7 @@ class Balancer:
         self._followers: list[Callable[[frozenset[str]], object]] = []
         self.on_choice: Callable[[str, float, float], object] = lambda reason, tokens, seconds: None
         """Called, on any thread, with what decided, the tokens before the first one, and the seconds."""
-        self._reported = self._drain = self._stamp = self._sent = np.zeros(0)
+        self._reported = self._drain = self._stamp = self._sent = self._due = np.zeros(0)
 
     # Replicas
 
@@ -138,14 +141,16 @@ class Balancer:
     def _add(self, name: str) -> None:
         if None not in self._names:
             self._names.append(None)
-            self._reported, self._drain, self._stamp, self._sent = (
-                np.append(array, 0.0) for array in (self._reported, self._drain, self._stamp, self._sent)
+            self._reported, self._drain, self._stamp, self._sent, self._due = (
+                np.append(array, 0.0)
+                for array in (self._reported, self._drain, self._stamp, self._sent, self._due)
             )
         slot = self._names.index(None)
         self._names[slot] = name
         self._slots[name] = slot
         self._unseen[name] = {}
         self._reported[slot] = self._drain[slot] = self._stamp[slot] = self._sent[slot] = 0.0
+        self._due[slot] = np.inf
 
     # Requests
 
@@ -163,7 +168,8 @@ class Balancer:
         `key` names the request here, `tokens` are to be computed before it decodes, `prefix` are their
         hashes (`chain_of`). All requests of a `session`, if it has a name, go to one replica, the same from
         all Routers, as if it had all their tokens, unless it has much more to do than others. Replicas to
-        `avoid` are chosen only where there is no other. Raises `LookupError` if there is no replica.
+        `avoid`, and those that seem to hang, are chosen only where there is no other. Raises `LookupError`
+        if there is no replica.
         """
         began = self._clock()
         with self._lock:
@@ -179,6 +185,7 @@ class Balancer:
                 uncached -= n * _ones(bits, len(load))
             if home is not None:
                 uncached[self._slots[home]] = 0
+            uncached[self._due < began] += AVOIDED / 2
             for name in avoid:
                 if (slot := self._slots.get(name)) is not None:
                     uncached[slot] += AVOIDED
@@ -209,8 +216,11 @@ class Balancer:
             if placement := self._placements.pop(key, None):
                 self._settle(key, placement)
 
-    def observe(self, name: str, load: Load, prefixes: Iterable[Sequence[int]] = ()) -> None:
-        """A replica has said what it has to do, and the chains of prompts that other Routers have sent it."""
+    def observe(
+        self, name: str, load: Load, prefixes: Iterable[Sequence[int]] = (), goes_on: bool = False
+    ) -> None:
+        """A replica has said what it has to do, and the chains of prompts that other Routers have sent it;
+        if it `goes_on`, it will say so again after its next step."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
@@ -221,6 +231,7 @@ class Balancer:
             self._reported[slot] = tokens
             self._drain[slot] = max(load.tokens_per_s, tokens / STALE)
             self._stamp[slot] = now
+            self._due[slot] = now + SILENT if goes_on else np.inf
             for prefix in prefixes:
                 self._index.add(prefix, slot)
             if unseen := self._unseen[name]:

@@ -8,7 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import EngineConfig
 
-Count = Annotated[int, Field(ge=1)]
+MOST = 10_000
+"""Processes of a kind: more would be a slip of the keyboard."""
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
 
 # On a CPU a step costs time for every token in it, so a large one stalls every stream.
 CPU_DEFAULTS = {"max_running_requests": 32, "max_waiting_requests": 512, "max_tokens_per_step": 512}
@@ -20,7 +23,7 @@ SPARE = 64
 class TelemetrySettings(BaseModel):
     """What the application tells of itself beside its metrics, which are always there."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     gpu_cost_per_hour: Annotated[float, Field(gt=0)] | None = None
     """Price of an hour of one GPU, in any currency; gives the metric of the cost of a million tokens."""
@@ -33,7 +36,7 @@ class TelemetrySettings(BaseModel):
 class AutoscalingSettings(BaseModel):
     """How the number of engines follows the load, see `deployments/autoscaling.py`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     utilisation: Annotated[float, Field(gt=0, le=1)] = 0.55
     """Share of the engines' throughput that is meant to be in use."""
@@ -48,13 +51,13 @@ class AutoscalingSettings(BaseModel):
 class Settings(BaseModel):
     """Settings of the application. An unknown or ill-typed key is refused with its name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(default="demo", min_length=1)
     """`demo`, a Hugging Face id, or a local directory. Clients name it exactly so."""
     accelerator: Literal["auto", "gpu", "cpu"] = "auto"
     """What each engine runs on. `auto`: one GPU where the Ray cluster has any at the time, else the CPU."""
-    replicas: Annotated[int, Field(ge=0)] = 1
+    replicas: Annotated[int, Field(ge=0, le=MOST)] = 1
     """Engines. 0 with `max_replicas`: a request after a silence waits for an engine's start."""
     max_replicas: Count | None = None
     """If set, Ray Serve scales the engines with the load between `replicas` and this many."""
@@ -99,5 +102,8 @@ def engine_limit(engine: EngineConfig) -> int:
 
 
 def router_limit(settings: Settings, engine: EngineConfig) -> int:
-    """`max_ongoing_requests` of one Router: all that the engines take, as one Router may get it all."""
-    return engine_limit(engine) * (settings.max_replicas or settings.replicas)
+    """`max_ongoing_requests` of one Router: all that the engines take, as one Router may get it all.
+
+    Ray Serve keeps it in 32 bits.
+    """
+    return min(engine_limit(engine) * (settings.max_replicas or settings.replicas), 2**31 - 1)

@@ -44,8 +44,11 @@ _MAX_HELLO = 256  # bytes that a peer may send before it has shown that it belon
 _CONNECT_TIMEOUT = 10.0  # seconds
 
 
-Observe: TypeAlias = Callable[[str, Load, list[list[int]]], None]
-"""(name of a replica, its load, what other Routers have sent there)"""
+Observe: TypeAlias = Callable[[str, Load, list[list[int]], bool], None]
+"""(name of a replica, its load, what other Routers have sent there, whether its next step brings more)"""
+
+HAND_BACK = 2.0
+"""Seconds in which an engine ends what it was told to: one that hangs would keep it for ever."""
 
 MAX_PREFIXES = 256
 """Prompts of others that wait to be told to a Router, the newest."""
@@ -91,6 +94,11 @@ class Frame(msgspec.Struct, array_like=True):
     records: list[Record]
     prefixes: list[list[int]] = []
     """What other Routers have sent there since the frame before, see `deployments/prefix_index.py`."""
+
+    @property
+    def goes_on(self) -> bool:
+        """The next step brings more for one of its requests."""
+        return any(record.tokens and record.finish_reason is None for record in self.records)
 
 
 def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
@@ -235,11 +243,12 @@ class Tape(_Connection):
         records = list(self._pending.values())
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
-        self._decoding = any(record.tokens and record.finish_reason is None for record in records)
         load = self._load(bool(self._outstanding))  # the last frame for a while, maybe
-        frame = self._encode(Frame(load, records, list(self._prefixes)))
-        self.send(frame)
-        self._meter.sent(self, LENGTH.size + len(frame), len(records))
+        frame = Frame(load, records, list(self._prefixes))
+        self._decoding = frame.goes_on
+        payload = self._encode(frame)
+        self.send(payload)
+        self._meter.sent(self, LENGTH.size + len(payload), len(records))
         self._prefixes.clear()
 
     def frame_received(self, payload: bytes) -> None:
@@ -248,6 +257,7 @@ class Tape(_Connection):
             self.moving = True
             for key in self._delivered:
                 self._abort(key)
+            self._loop.call_later(HAND_BACK, self._give_back)
             return self._close_if_left()
         for key in self._outstanding or ():
             future = self._delivered.get(key)
@@ -258,6 +268,12 @@ class Tape(_Connection):
         for key in unwanted:
             self._abort(key)
         self._flush()
+
+    def _give_back(self) -> None:
+        """What the engine has not ended goes on elsewhere; the Router takes no more of this attempt."""
+        for future in self._delivered.values():
+            if not future.done():
+                future.set_result(None)
 
     def _close_if_left(self) -> None:
         if self.moving and not self._delivered:
@@ -282,7 +298,8 @@ class TapeListener:
 
     `deliver` is called with each record, in order; False means that nobody waits for it, and the
     replica is told to stop that request. `observe` is called with the name and the load of a
-    replica and the prefixes of others, before the records of the same frame are delivered.
+    replica, the prefixes of others, and whether a frame of its next step will follow, before the
+    records of the same frame are delivered.
     """
 
     def __init__(self, deliver: Callable[[Record], bool], observe: Observe) -> None:
@@ -355,7 +372,7 @@ class _Reader(_Connection):
             self.max_frame = 2**32 - 1
             return self.ask_back()
         frame = self._decode(payload)
-        self._listener._observe(self._replica, frame.load, frame.prefixes)
+        self._listener._observe(self._replica, frame.load, frame.prefixes, frame.goes_on)
         deliver = self._listener._deliver
         unwanted = [
             record.key for record in frame.records if not deliver(record) and record.finish_reason is None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 
 
 class EngineConfig(BaseModel):
@@ -16,7 +16,7 @@ class EngineConfig(BaseModel):
     largest step at start and giving the rest of the memory to the cache (`num_blocks`).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(default="demo", min_length=1)
     """`demo`, a Hugging Face id, or a local directory."""
@@ -33,7 +33,7 @@ class EngineConfig(BaseModel):
     """Prepare step N+1 while the device runs N (pipeline depth 2); False is depth 1."""
     max_running_requests: Annotated[int, Field(gt=0, le=4096)] = 256
     """Requests computed in one step; each owns one row. The rest wait."""
-    max_waiting_requests: Positive = 4096
+    max_waiting_requests: Annotated[int, Field(gt=0, le=10**6)] = 4096
     """Requests that may wait; one more is refused at once."""
     max_waiting_tokens: Positive = 2**22
     """Prompt tokens that may wait for their first step; a request with more beside others is refused."""
@@ -64,7 +64,7 @@ class EngineConfig(BaseModel):
     """Compile the model with fused kernels (no effect on a CPU). False starts sooner and runs slower."""
     nvtx: bool = False
     """Mark the phases of the engine's loop for Nsight Systems (needs a GPU)."""
-    cpu_threads: Positive | None = None
+    cpu_threads: Annotated[int, Field(gt=0, le=4096)] | None = None
     """Threads of torch on a CPU; torch's own choice by default."""
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 import torch
@@ -58,6 +59,11 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
     block_bytes = model.cache_bytes_per_block(config.block_size)
     if device.type == "cpu":
         setting, room = "cpu_cache_gib", config.cpu_cache_gib * 2**30
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if room > memory:
+            raise ValueError(
+                f"{setting}: {config.cpu_cache_gib:g} are more than this machine has ({memory / 2**30:.1f})"
+            )
     else:
         s = config.max_running_requests
         runner = Runner(

@@ -1,7 +1,7 @@
 """Who owns which block of the key-value cache.
 
 A block is free, owned (by one request, or shared by several that have the same prefix), or cached:
-computed, owned by nobody, kept for the next request with that prefix until its space is needed.
+owned by nobody, kept for the next request with that prefix until its space is needed.
 Nothing here knows about devices: a released block may be handed out at once, since a plan that
 names it runs after every plan launched before.
 """
@@ -148,7 +148,7 @@ class KVCache:
         return sum(n == self._owners[block] for block, n in holds.items())
 
     def register(self, block: int, chain_hash: bytes) -> None:
-        """Make an owned block shareable. Its content must have been computed.
+        """Make an owned block shareable. Whatever reads it runs with or after the step that computes it.
 
         If another block holds the same content already, this one stays private.
         """

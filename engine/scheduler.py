@@ -192,7 +192,7 @@ class Scheduler:
             if started and (waiting is None or started[0].priority <= waiting.priority):
                 request = started.popleft()
                 if request.state is not State.RUNNING:
-                    continue  # it made room for an urgent one
+                    continue  # it made room for an urgent one; nobody makes room who has his chunk
             elif waiting is None:
                 break
             elif not self._admit(waiting):

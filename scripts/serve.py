@@ -119,7 +119,7 @@ def main(config: str = "serve_config.yaml") -> None:
     sys.path.insert(0, ".")  # where `serve run` finds what a configuration names
     try:
         content = yaml.safe_load(Path(config).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         sys.exit(f"{config}: {error}")
     if found := faults(content):
         sys.exit("\n".join(f"{config}: {each}" for each in found))

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -543,6 +544,40 @@ async def test_a_replica_that_leaves_hands_its_requests_over(pair: Pair) -> None
     admitted = after.admitted - before[name].admitted
     # A request that was handed over brings the tokens that it had; the others bring a prompt of 8 bytes only.
     assert brought[1] - brought[0] > 8 * admitted
+
+
+def stop_engine(replica: Any) -> None:
+    """Runs in a replica: its engine hangs, as in a kernel that does not end."""
+    os.kill(replica._replica_impl._user_callable_wrapper._callable._engine.pid, signal.SIGSTOP)
+
+
+@pytest.mark.nightly
+async def test_an_engine_that_hangs_keeps_nobody(pair: Pair) -> None:
+    """Until Serve's third check has failed, half a minute; those who come later go past it."""
+    await pair.deploy(2)
+    asked = requests(1500)
+    alone = await asyncio.gather(*(pair.ask(**request) for request in asked[::2]))
+    asking = [asyncio.create_task(pair.ask(**request)) for request in asked]
+    before = await pair.running(len(asked))
+    while not all(now.steps > then.steps + 20 for now, then in zip(await pair.stats(), before, strict=True)):
+        pass
+    replica = next(iter(pair.actors("EngineReplica").values()))
+    await replica.__ray_call__.remote(stop_engine)
+    stopped = time.monotonic()
+
+    async def late() -> tuple[float, float]:
+        begun = time.monotonic()
+        await pair.ask("Hello.", max_tokens=1)
+        return round(begun - stopped, 1), round(time.monotonic() - begun, 1)
+
+    newcomers = []
+    while not all(task.done() for task in asking):
+        newcomers.append(asyncio.create_task(late()))
+        await asyncio.sleep(1)
+    assert newcomers, "nobody was kept"
+    print(f"all had ended {time.monotonic() - stopped:.1f} s after")
+    print("newcomers (asked after, took):", await asyncio.gather(*newcomers))
+    assert await asyncio.gather(*asking) == [text for text in alone for _ in range(2)]
 
 
 def die(_: Any) -> None:

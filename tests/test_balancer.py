@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deployments.balancer import DECODE_COST, LOAD_WEIGHT, SETTLE, SLACK, STALE, Balancer, choose
+from deployments.balancer import DECODE_COST, LOAD_WEIGHT, SETTLE, SILENT, SLACK, STALE, Balancer, choose
 from deployments.load import Load
 from deployments.prefix_index import BLOCK, chain_of
 
@@ -119,6 +119,32 @@ def test_what_is_placed_after_its_end_and_never_arrives_is_forgotten() -> None:
     world.now += STALE
     assert world.where(avoid="a") == "b"  # of a replica that says nothing, the next request finds it
     assert world.balancer.loads() == {"a": 0, "b": 0}
+
+
+def test_a_replica_whose_next_step_does_not_come_is_chosen_only_where_there_is_no_other() -> None:
+    world = World("ab")
+
+    def frame(name: str, running: int, goes_on: bool) -> None:
+        world.balancer.observe(name, Load(0, running, 0, 1000, 10_000.0), goes_on=goes_on)
+
+    frame("a", 1, goes_on=True)
+    frame("b", 100, goes_on=False)
+    assert {world.where() for _ in range(20)} == {"a"}
+    world.now += SILENT + 0.1
+    frame("b", 100, goes_on=True)
+    assert {world.where() for _ in range(20)} == {"b"}
+    world.now += SILENT + 0.1  # both are silent: nothing is known against one of them
+    assert {world.where() for _ in range(20)} == {"a", "b"}
+    frame("a", 1, goes_on=False)  # has nothing of ours any more, so it has no reason to send frames
+    frame("b", 100, goes_on=False)
+    world.now += SILENT + 0.1
+    assert {world.where() for _ in range(20)} == {"a", "b"}
+    frame("a", 1, goes_on=True)
+    world.now += SILENT + 0.1
+    assert world.where() == "b" and world.where(avoid="b") == "a"
+    world.balancer.set_replicas("b")
+    world.balancer.set_replicas("ab")
+    assert {world.where() for _ in range(20)} == {"a", "b"}
 
 
 def test_running_requests_are_work_too() -> None:

@@ -108,7 +108,7 @@ def test_no_replacement_character_that_the_whole_has_not(table: list[bytes], siz
 
 @given(table=st.lists(BYTES, max_size=30))
 def test_only_an_unfinished_character_is_withheld(table: list[bytes]) -> None:
-    """What comes is at each token what every continuation has in common."""
+    """vllm#48853. What comes is at each token what every continuation has in common."""
     continuations = [b"", b"a", b"\x80\x80\x80", b"\x90\x80\x80", b"\xa0\x80\x80"]
     detokenizer = Detokenizer(bytes_of(table))
     come, data = "", b""
@@ -186,6 +186,7 @@ STOP = st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3)
 
 @given(words=st.lists(FEW, max_size=20), stop=STOP, sizes=st.lists(st.integers(0, 4), max_size=20))
 def test_text_ends_where_a_stop_string_begins(words: list[str], stop: list[str], sizes: list[int]) -> None:
+    """vllm#3572, #3574, sglang#6997."""
     text = "".join(words)
     found = first_stop(text, stop)
     detokenizer = Detokenizer(bytes_of([word.encode() for word in words]), stop)

@@ -42,8 +42,9 @@ def test_the_cache_of_a_cpu_takes_what_the_setting_says() -> None:
     caches = model.allocate_cache(blocks, config.block_size)
     used = sum(c.key.nbytes + c.value.nbytes for c in caches)
     assert used <= 0.01 * 2**30 < used + 2 * model.cache_bytes_per_block(config.block_size)
-    with pytest.raises(ValueError, match="cpu_cache_gib"):
-        choose_num_blocks(config.model_copy(update={"cpu_cache_gib": 1e-6}), model, 32, cpu)
+    for gib in (1e-6, 1e6):
+        with pytest.raises(ValueError, match="cpu_cache_gib"):
+            choose_num_blocks(config.model_copy(update={"cpu_cache_gib": gib}), model, 32, cpu)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployments import execution
+from deployments import execution, tape
 from deployments.execution import Executor
 from deployments.generation import ATTEMPTS, SHUTTING_DOWN, Dispatcher, Generation
 from deployments.load import Load
@@ -253,6 +253,28 @@ async def test_a_replica_that_leaves_hands_over_its_requests() -> None:
         engines[1].step()
         assert (await reader.until(ended)).tokens == text_of(PROMPT, 1, 1)
         assert len(cluster.submissions) == 6
+
+
+async def test_requests_of_an_engine_that_hangs_go_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "HAND_BACK", 0.05)
+    engines = MemoryEngine(), MemoryEngine()
+    monkeypatch.setattr(engines[0], "abort", lambda *_: None)  # as if nobody heard it
+    async with dispatching(*engines) as (dispatcher, cluster):
+        cluster.order = [0, 1]
+        reader = Reader(dispatcher, max_tokens=6)
+        await reader.generation.admitted.wait()
+        engines[0].step()
+        await reader.until(has(1))
+        dispatcher.keep(["r1"])
+        await engines[1].submitted.wait()
+        for _ in range(5):  # it wakes up, and is as late as one can be
+            engines[1].step()
+            engines[0].step()
+        assert (await reader.until(ended)).tokens == text_of(PROMPT, 1, 6)
+        assert [await call for call in cluster.calls] == [
+            Refusal("moved", "the Router asked for it back", replica="r0"),
+            None,
+        ]
 
 
 async def test_a_replica_that_has_just_come_is_not_asked_for_its_requests() -> None:
@@ -529,7 +551,7 @@ async def test_routers_learn_of_the_prompts_that_others_send() -> None:
     news: list[asyncio.Queue[list[int]]] = [asyncio.Queue(), asyncio.Queue()]
 
     def hear(router: int) -> Observe:
-        def observe(replica: str, load: Load, prefixes: list[list[int]]) -> None:
+        def observe(replica: str, load: Load, prefixes: list[list[int]], goes_on: bool) -> None:
             for prefix in prefixes:
                 news[router].put_nowait(prefix)
 

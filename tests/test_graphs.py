@@ -74,6 +74,7 @@ def new_scheduler() -> Scheduler:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_replayed_steps_give_the_tokens_of_each_request_alone(depth: int) -> None:
+    """transformers#45274, #45323: a graph runs for what it was captured for, in its own slot."""
     lanes, graphs = make_lanes(DEVICE), RunAgain()
     runner = captured_runner(lanes, graphs, depth)
     scheduler = new_scheduler()

@@ -49,6 +49,7 @@ def test_alone(architecture: str) -> None:
 
 @every_architecture
 def test_chunked_prompts(architecture: str) -> None:
+    """transformers#48296: causal within a chunk and across chunks, with no mask passed."""
     for prompt, output in zip(*texts(architecture), strict=True):
         assert PagedSteps(paged(architecture)).alone(prompt, OUTPUT, chunk=7) == output
 

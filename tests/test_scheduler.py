@@ -92,6 +92,8 @@ benches = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(benches, events)
 def test_random_traces(bench: Bench, trace: list[Request | int | float | str]) -> None:
+    """sglang-jax#1487, sglang#14972, mini-sglang: no token crosses to another request, no block is missing
+    under overlap and preemption, nothing comes after the end."""
     play(bench, trace)
 
 

@@ -48,6 +48,13 @@ def test_a_wrong_setting_is_named(text: str, said: str, tmp_path: Path) -> None:
     assert str(config) in str(ended.value) and said in str(ended.value)
 
 
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_bytes(b"\xff\xfe")
+    with pytest.raises(SystemExit, match=r"config.yaml: .*decode"):
+        serve.main(str(config))
+
+
 def test_what_a_configuration_names_is_found_where_it_is_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

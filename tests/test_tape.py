@@ -86,7 +86,7 @@ async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Add
         got.put_nowait(record)
         return wanted
 
-    def observe(replica: str, load: Load, prefixes: list[list[int]]) -> None:
+    def observe(replica: str, load: Load, prefixes: list[list[int]], goes_on: bool) -> None:
         assert (replica, load, prefixes) == ("r1", LOAD, [])
 
     listener = TapeListener(deliver, observe)
