@@ -192,7 +192,8 @@ class Scheduler:
             if started and (waiting is None or started[0].priority <= waiting.priority):
                 request = started.popleft()
                 if request.state is not State.RUNNING:
-                    continue  # it made room for an urgent one; nobody makes room who has his chunk
+                    continue  # it made room for an urgent one, which nobody does who has a chunk already:
+                    # along this loop the priority number only grows
             elif waiting is None:
                 break
             elif not self._admit(waiting):

@@ -207,7 +207,7 @@ def test_bad_prompts_are_refused_and_the_others_go_on(prompt: list[int]) -> None
 
 
 def test_leaving_aborts_and_frees_everything() -> None:
-    """vllm#54947, #31503, ROCm/ATOM#1562: every request ends exactly once, the pool returns to its baseline."""
+    """vllm#54947, #31503, ROCm/ATOM#1562: every request ends exactly once, the pool is as before."""
 
     async def leave(engine: AsyncEngine, i: int) -> None:
         seen = 0
