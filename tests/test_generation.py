@@ -266,7 +266,8 @@ async def test_requests_of_an_engine_that_hangs_go_on_elsewhere(monkeypatch: pyt
         engines[0].step()
         await reader.until(has(1))
         dispatcher.keep(["r1"])
-        await engines[1].submitted.wait()
+        async with asyncio.timeout(20):
+            await engines[1].submitted.wait()
         for _ in range(5):  # it wakes up, and is as late as one can be
             engines[1].step()
             engines[0].step()

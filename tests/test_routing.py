@@ -153,6 +153,16 @@ async def test_where_all_are_full_it_waits_before_it_asks_again(
     assert attempts == [0, 1, 2]
 
 
+async def test_of_whom_a_call_may_go_to_each_is_asked_once(world: World) -> None:
+    replicas: list[Any] = list(world.replicas.values())
+    for number in range(20):
+        pending = PendingRequest(
+            args=[submission(number)], kwargs={}, metadata=RequestMetadata(str(number), str(number))
+        )
+        [best], others = await world.router.choose_replicas(replicas, pending)
+        assert {best, *others} == set(replicas) and len(others) == 2
+
+
 async def test_replicas_that_die_or_leave_take_nothing_more(world: World) -> None:
     seen: list[frozenset[str]] = []
     world.balancer.on_replicas(seen.append)

@@ -224,6 +224,23 @@ async def test_what_is_told_as_it_is_lost_is_not_counted_as_sent() -> None:
     server.close()
 
 
+async def test_a_router_knows_whether_the_next_step_brings_more() -> None:
+    said: asyncio.Queue[bool] = asyncio.Queue()
+    listener = TapeListener(lambda _: True, lambda *heard: said.put_nowait(heard[-1]))
+    address = await listener.start(HOST)
+    tape = await Tape.connect(address, "r1", lambda _: LOAD, lambda _: None, lambda: None)
+    for records, goes_on in (
+        ([Record(1, 0, 0, [])], False),  # it waits, maybe for long
+        ([Record(1, 0, 0, [5]), Record(2, 0, 7, [], FinishReason.ABORT)], True),
+        ([Record(1, 0, 1, [6], FinishReason.LENGTH)], False),
+    ):
+        for record in records:
+            tape.put(record)
+        assert await said.get() is goes_on
+    tape.close()
+    await listener.close()
+
+
 @pytest.fixture
 def ray_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's variables, with a certificate that signs itself."""
