@@ -192,8 +192,9 @@ class Scheduler:
             if started and (waiting is None or started[0].priority <= waiting.priority):
                 request = started.popleft()
                 if request.state is not State.RUNNING:
-                    continue  # it made room for an urgent one, which nobody does who has a chunk already:
-                    # along this loop the priority number only grows
+                    # It made room for an urgent one. Nobody does who has a chunk already: along this loop
+                    # the priority number only grows.
+                    continue
             elif waiting is None:
                 break
             elif not self._admit(waiting):

@@ -370,22 +370,26 @@ def requests(tokens: int) -> list[dict[str, Any]]:
     ]
 
 
+def deployed(replica: Any) -> Any:
+    """In an actor of Ray Serve: the object that is deployed."""
+    return replica._replica_impl._user_callable_wrapper._callable
+
+
 def read_balancer(replica: Any) -> tuple[int, int]:
     """Runs in a Router: engines that it has heard of, and requests that it counts."""
-    balancer: Balancer = replica._replica_impl._user_callable_wrapper._callable._balancer
+    balancer: Balancer = deployed(replica)._balancer
     return int((balancer._stamp > 0).sum()), len(balancer._placements)
 
 
 def read_stats(replica: Any) -> EngineStats:
     """Runs in a replica."""
-    stats: EngineStats = replica._replica_impl._user_callable_wrapper._callable._engine.stats()
+    stats: EngineStats = deployed(replica)._engine.stats()
     return stats
 
 
 def read_niceness(replica: Any) -> int:
     """Runs in a replica: that of its engine's process."""
-    engine = replica._replica_impl._user_callable_wrapper._callable._engine
-    return os.getpriority(os.PRIO_PROCESS, engine.pid)
+    return os.getpriority(os.PRIO_PROCESS, deployed(replica)._engine.pid)
 
 
 async def test_engines_stand_behind_no_other_process(pair: Pair) -> None:
@@ -449,7 +453,7 @@ async def test_more_than_fits_is_a_status_and_nothing_breaks(pair: Pair) -> None
 
 def watch_leavers(replica: Any) -> None:
     """Runs in a Router: notes how many tokens come for a sequence after its client has left."""
-    dispatcher: Dispatcher = replica._replica_impl._user_callable_wrapper._callable._dispatcher
+    dispatcher: Dispatcher = deployed(replica)._dispatcher
     stop, deliver = dispatcher.stop, dispatcher._listener._deliver
     left: dict[int, int] = {}
     aborted: dict[int, int] = {}
@@ -548,7 +552,7 @@ async def test_a_replica_that_leaves_hands_its_requests_over(pair: Pair) -> None
 
 def stop_engine(replica: Any) -> None:
     """Runs in a replica: its engine hangs, as in a kernel that does not end."""
-    os.kill(replica._replica_impl._user_callable_wrapper._callable._engine.pid, signal.SIGSTOP)
+    os.kill(deployed(replica)._engine.pid, signal.SIGSTOP)
 
 
 @pytest.mark.nightly
@@ -587,7 +591,7 @@ def die(_: Any) -> None:
 
 def kill_engine(replica: Any) -> None:
     """Runs in a replica: its engine is killed, as for lack of memory."""
-    os.kill(replica._replica_impl._user_callable_wrapper._callable._engine.pid, signal.SIGKILL)
+    os.kill(deployed(replica)._engine.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("death", [die, kill_engine])

@@ -54,7 +54,7 @@ def test_the_cache_of_a_gpu_leaves_room_for_the_largest_step_and_for_graphs(
     """TGI#1374. With a GPU that only says how much memory it has."""
 
     def peak(runner: object, plan: StepPlan) -> int:
-        assert len(plan.sequences) == 8 and len(plan.block_tables.T) == 4
+        assert plan.block_tables.shape == (8, 4)
         return (5_000_000 if plan.penalised else 0) + 1000 * len(plan.tokens)
 
     gpu: Any = SimpleNamespace(type="cuda")
