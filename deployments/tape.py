@@ -270,7 +270,7 @@ class Tape(_Connection):
         self._flush()
 
     def _give_back(self) -> None:
-        """What the engine has not ended goes on elsewhere; the Router takes no more of this attempt."""
+        """What the engine has accepted and not ended goes on elsewhere; no more is taken of this attempt."""
         for future in self._delivered.values():
             if not future.done():
                 future.set_result(None)
