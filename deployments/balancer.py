@@ -46,6 +46,9 @@ STALE = 10.0
 SILENT = 2.0
 """Seconds without a frame of the next step, where one was to come, after which a replica seems to hang."""
 
+SUSPECTED = 60.0
+"""Seconds for which it seems so. Ray Serve ends one that hangs sooner; a frame may be lost with its tape."""
+
 AVOIDED = 1e12
 """Tokens; more than any replica has to do."""
 
@@ -185,7 +188,7 @@ class Balancer:
                 uncached -= n * _ones(bits, len(load))
             if home is not None:
                 uncached[self._slots[home]] = 0
-            uncached[self._due < began] += AVOIDED / 2
+            uncached[(self._due < began) & (began < self._due + SUSPECTED)] += AVOIDED / 2
             for name in avoid:
                 if (slot := self._slots.get(name)) is not None:
                     uncached[slot] += AVOIDED

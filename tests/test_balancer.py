@@ -8,7 +8,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from deployments.balancer import DECODE_COST, LOAD_WEIGHT, SETTLE, SILENT, SLACK, STALE, Balancer, choose
+from deployments.balancer import (
+    DECODE_COST,
+    LOAD_WEIGHT,
+    SETTLE,
+    SILENT,
+    SLACK,
+    STALE,
+    SUSPECTED,
+    Balancer,
+    choose,
+)
 from deployments.load import Load
 from deployments.prefix_index import BLOCK, chain_of
 
@@ -142,6 +152,11 @@ def test_a_replica_whose_next_step_does_not_come_is_chosen_only_where_there_is_n
     frame("a", 1, goes_on=True)
     world.now += SILENT + 0.1
     assert world.where() == "b" and world.where(avoid="b") == "a"
+    world.now += SUSPECTED  # its tape was lost, maybe: then no frame would come, whatever it does
+    assert {world.where() for _ in range(20)} == {"a", "b"}
+    frame("a", 1, goes_on=True)
+    world.now += SILENT + 0.1
+    assert world.where() == "b"
     world.balancer.set_replicas("b")
     world.balancer.set_replicas("ab")
     assert {world.where() for _ in range(20)} == {"a", "b"}
