@@ -220,10 +220,10 @@ class Balancer:
                 self._settle(key, placement)
 
     def observe(
-        self, name: str, load: Load, prefixes: Iterable[Sequence[int]] = (), goes_on: bool = False
+        self, name: str, load: Load, prefixes: Iterable[Sequence[int]] = (), goes_on: bool | None = False
     ) -> None:
         """A replica has said what it has to do, and the chains of prompts that other Routers have sent it;
-        if it `goes_on`, it will say so again after its next step."""
+        if it `goes_on`, it will say so again after its next step; None: no step has been heard of."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
@@ -234,7 +234,8 @@ class Balancer:
             self._reported[slot] = tokens
             self._drain[slot] = max(load.tokens_per_s, tokens / STALE)
             self._stamp[slot] = now
-            self._due[slot] = now + SILENT if goes_on else np.inf
+            if goes_on is not None:
+                self._due[slot] = now + SILENT if goes_on else np.inf
             for prefix in prefixes:
                 self._index.add(prefix, slot)
             if unseen := self._unseen[name]:

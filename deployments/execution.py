@@ -105,10 +105,18 @@ class Executor:
 
         try:
             with tape.delivery(key) as delivered:
-                await self._engine.submit(request, put, promised=submission.promised)
-                if not begun:
-                    tape.put(Record(*key, first, []))  # it is in
-                self._tell_others(submission)
+                accepting = asyncio.ensure_future(
+                    self._engine.submit(request, put, promised=submission.promised)
+                )
+                try:  # one that hangs does not answer, and the Router has it back before
+                    await asyncio.wait((accepting, delivered), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    accepting.cancel()
+                if accepting.done():
+                    await accepting
+                    if not begun:
+                        tape.put(Record(*key, first, []))  # it is in
+                    self._tell_others(submission)
                 await delivered
         except QueueFull as error:
             return self._refuse("full", str(error), retry_after=error.retry_after)

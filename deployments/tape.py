@@ -24,7 +24,7 @@ import secrets
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -44,8 +44,8 @@ _MAX_HELLO = 256  # bytes that a peer may send before it has shown that it belon
 _CONNECT_TIMEOUT = 10.0  # seconds
 
 
-Observe: TypeAlias = Callable[[str, Load, list[list[int]], bool], None]
-"""(name of a replica, its load, what other Routers have sent there, whether its next step brings more)"""
+Observe: TypeAlias = Callable[[str, Load, list[list[int]], bool | None], None]
+"""(name of a replica, its load, what other Routers have sent there, and see `Decoding.after`)"""
 
 HAND_BACK = 2.0
 """Seconds in which an engine ends what it was told to: one that hangs would keep it for ever."""
@@ -95,10 +95,20 @@ class Frame(msgspec.Struct, array_like=True):
     prefixes: list[list[int]] = []
     """What other Routers have sent there since the frame before, see `deployments/prefix_index.py`."""
 
-    @property
-    def goes_on(self) -> bool:
-        """The next step brings more for one of its requests."""
-        return any(record.tokens and record.finish_reason is None for record in self.records)
+
+class Decoding(set[Key]):
+    """The requests on a tape that each step brings a token for."""
+
+    def after(self, records: Iterable[Record]) -> bool | None:
+        """Whether the next step brings more; None where no step says so, though one is still to come."""
+        stepped = False
+        for record in records:
+            if record.finish_reason is not None:
+                self.discard(record.key)
+            elif record.tokens:
+                self.add(record.key)
+                stepped = True
+        return stepped or (None if self else False)
 
 
 def _tls(purpose: ssl.Purpose) -> ssl.SSLContext | None:
@@ -156,7 +166,7 @@ class Tape(_Connection):
         self._prefixes: deque[list[int]] = deque(maxlen=MAX_PREFIXES)
         self._outstanding: list[Key] | None = None  # what ends with the frame on its way
         self._flush_scheduled = False
-        self._decoding = False  # the next step brings more for those of the last frame
+        self._decoding = Decoding()
 
     @classmethod
     async def connect(
@@ -244,9 +254,8 @@ class Tape(_Connection):
         self._pending.clear()
         self._outstanding = [record.key for record in records if record.finish_reason is not None]
         load = self._load(bool(self._outstanding))  # the last frame for a while, maybe
-        frame = Frame(load, records, list(self._prefixes))
-        self._decoding = frame.goes_on
-        payload = self._encode(frame)
+        self._decoding.after(records)
+        payload = self._encode(Frame(load, records, list(self._prefixes)))
         self.send(payload)
         self._meter.sent(self, LENGTH.size + len(payload), len(records))
         self._prefixes.clear()
@@ -270,9 +279,10 @@ class Tape(_Connection):
         self._flush()
 
     def _give_back(self) -> None:
-        """What the engine has accepted and not ended goes on elsewhere; no more is taken of this attempt."""
-        for future in self._delivered.values():
-            if not future.done():
+        """What has not ended goes on elsewhere, whether the engine answers or not."""
+        ending = {key for key, record in self._pending.items() if record.finish_reason is not None}
+        for key, future in self._delivered.items():
+            if key not in ending.union(self._outstanding or ()) and not future.done():
                 future.set_result(None)
 
     def _close_if_left(self) -> None:
@@ -298,8 +308,8 @@ class TapeListener:
 
     `deliver` is called with each record, in order; False means that nobody waits for it, and the
     replica is told to stop that request. `observe` is called with the name and the load of a
-    replica, the prefixes of others, and whether a frame of its next step will follow, before the
-    records of the same frame are delivered.
+    replica, the prefixes of others, and what `Decoding` says, before the records of the same frame
+    are delivered.
     """
 
     def __init__(self, deliver: Callable[[Record], bool], observe: Observe) -> None:
@@ -345,6 +355,7 @@ class _Reader(_Connection):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Frame).decode
         self._replica: str | None = None  # until it has shown the secret
+        self._decoding = Decoding()
         self._asked_back = False
         self.max_frame = _MAX_HELLO
 
@@ -372,7 +383,9 @@ class _Reader(_Connection):
             self.max_frame = 2**32 - 1
             return self.ask_back()
         frame = self._decode(payload)
-        self._listener._observe(self._replica, frame.load, frame.prefixes, frame.goes_on)
+        self._listener._observe(
+            self._replica, frame.load, frame.prefixes, self._decoding.after(frame.records)
+        )
         deliver = self._listener._deliver
         unwanted = [
             record.key for record in frame.records if not deliver(record) and record.finish_reason is None

@@ -134,7 +134,7 @@ def test_what_is_placed_after_its_end_and_never_arrives_is_forgotten() -> None:
 def test_a_replica_whose_next_step_does_not_come_is_chosen_only_where_there_is_no_other() -> None:
     world = World("ab")
 
-    def frame(name: str, running: int, goes_on: bool) -> None:
+    def frame(name: str, running: int, goes_on: bool | None) -> None:
         world.balancer.observe(name, Load(0, running, 0, 1000, 10_000.0), goes_on=goes_on)
 
     frame("a", 1, goes_on=True)
@@ -142,6 +142,7 @@ def test_a_replica_whose_next_step_does_not_come_is_chosen_only_where_there_is_n
     assert {world.where() for _ in range(20)} == {"a"}
     world.now += SILENT + 0.1
     frame("b", 100, goes_on=True)
+    frame("a", 1, goes_on=None)  # it takes a request, and computes nothing
     assert {world.where() for _ in range(20)} == {"b"}
     world.now += SILENT + 0.1  # both are silent: nothing is known against one of them
     assert {world.where() for _ in range(20)} == {"a", "b"}

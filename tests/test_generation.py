@@ -65,9 +65,11 @@ async def dispatching(*engines: MemoryEngine) -> AsyncIterator[tuple[Dispatcher,
     cluster = Cluster(list(engines))
     dispatcher = Dispatcher(cluster.submit, "demo")
     await dispatcher.open("127.0.0.1")
-    yield dispatcher, cluster
-    await dispatcher.close()
-    await asyncio.gather(*cluster.calls, return_exceptions=True)
+    try:
+        yield dispatcher, cluster
+    finally:  # else a test that fails would hang: what is cancelled as its loop ends would be submitted again
+        await dispatcher.close()
+        await asyncio.gather(*cluster.calls, return_exceptions=True)
 
 
 class Reader:
@@ -272,6 +274,38 @@ async def test_requests_of_an_engine_that_hangs_go_on_elsewhere(monkeypatch: pyt
             engines[1].step()
             engines[0].step()
         assert (await reader.until(ended)).tokens == text_of(PROMPT, 1, 6)
+        assert [await call for call in cluster.calls] == [
+            Refusal("moved", "the Router asked for it back", replica="r0"),
+            None,
+        ]
+
+
+async def test_what_an_engine_that_hangs_has_not_answered_goes_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tape, "HAND_BACK", 0.05)
+    asked, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def never(*args: Any, **kwargs: Any) -> None:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    engines = MemoryEngine(), MemoryEngine()
+    monkeypatch.setattr(engines[0], "submit", never)
+    async with dispatching(*engines) as (dispatcher, cluster):
+        cluster.order = [0, 1]
+        reader = Reader(dispatcher, max_tokens=1)
+        await asked.wait()
+        assert not reader.generation.admitted.is_set()
+        dispatcher.keep(["r1"])
+        async with asyncio.timeout(20):
+            await engines[1].submitted.wait()
+            await cancelled.wait()
+        engines[1].step()
+        assert (await reader.until(ended)).tokens == text_of(PROMPT, 1, 1)
         assert [await call for call in cluster.calls] == [
             Refusal("moved", "the Router asked for it back", replica="r0"),
             None,
@@ -552,7 +586,7 @@ async def test_routers_learn_of_the_prompts_that_others_send() -> None:
     news: list[asyncio.Queue[list[int]]] = [asyncio.Queue(), asyncio.Queue()]
 
     def hear(router: int) -> Observe:
-        def observe(replica: str, load: Load, prefixes: list[list[int]], goes_on: bool) -> None:
+        def observe(replica: str, load: Load, prefixes: list[list[int]], goes_on: bool | None) -> None:
             for prefix in prefixes:
                 news[router].put_nowait(prefix)
 

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from deployments import tape as tape_module
 from deployments.load import Load
 from deployments.tape import Address, Frame, Key, Record, Tape, TapeListener, TapeLost
 from deployments.tape_meter import TapeMeter
@@ -86,7 +87,7 @@ async def listener(wanted: bool = True) -> AsyncIterator[tuple[TapeListener, Add
         got.put_nowait(record)
         return wanted
 
-    def observe(replica: str, load: Load, prefixes: list[list[int]], goes_on: bool) -> None:
+    def observe(replica: str, load: Load, prefixes: list[list[int]], goes_on: bool | None) -> None:
         assert (replica, load, prefixes) == ("r1", LOAD, [])
 
     listener = TapeListener(deliver, observe)
@@ -143,6 +144,26 @@ async def test_delivery_is_known_from_the_answer() -> None:
         await second
 
 
+async def test_what_has_ended_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last record is on the way, or waits for a slow Router's answer to the one before."""
+    monkeypatch.setattr(tape_module, "HAND_BACK", 0.05)
+    async with router() as (tape, peer, aborts):
+        sent, waiting, hanging = (follow(tape, n) for n in range(3))
+        await asyncio.sleep(0)
+        tape.put(Record(0, 0, 0, [1], FinishReason.STOP))
+        await peer.records()
+        tape.put(Record(1, 0, 0, [2], FinishReason.STOP))
+        peer.send(msgspec.msgpack.encode(None))
+        await hanging
+        assert aborts == [(n, 0) for n in range(3)]
+        assert not sent.done() and not waiting.done()
+        for ended, last in ((sent, [Record(1, 0, 0, [2], FinishReason.STOP)]), (waiting, None)):
+            peer.answer()
+            await ended
+            assert last is None or await peer.records() == last
+        assert await peer.closed_by_other_end()
+
+
 async def test_the_answer_aborts() -> None:
     async with router() as (tape, peer, aborts):
         tape.put(Record(4, 0, 0, [1]))
@@ -164,12 +185,17 @@ async def test_prefixes_of_others_wait_for_the_next_step_where_there_is_one() ->
         peer.answer((9, 9))
         while not aborts:  # until the answer has been read
             await asyncio.sleep(0)
+        tape.put(Record(1, 0, 0, []))
+        assert await peer.frame() == Frame(LOAD, [Record(1, 0, 0, [])], [[2]])
+        peer.answer((8, 8))
+        while len(aborts) < 2:
+            await asyncio.sleep(0)
         tape.tell([3])
         for _ in range(3):
             await asyncio.sleep(0)
         last = Record(0, 0, 1, [2], FinishReason.STOP)
         tape.put(last)
-        assert await peer.frame() == Frame(ANEW, [last], [[2], [3]])
+        assert await peer.frame() == Frame(ANEW, [last], [[3]])
         peer.answer()
         tape.tell([4])
         assert await peer.frame() == Frame(LOAD, [], [[4]])
@@ -225,14 +251,19 @@ async def test_what_is_told_as_it_is_lost_is_not_counted_as_sent() -> None:
 
 
 async def test_a_router_knows_whether_the_next_step_brings_more() -> None:
-    said: asyncio.Queue[bool] = asyncio.Queue()
+    said: asyncio.Queue[bool | None] = asyncio.Queue()
     listener = TapeListener(lambda _: True, lambda *heard: said.put_nowait(heard[-1]))
     address = await listener.start(HOST)
     tape = await Tape.connect(address, "r1", lambda _: LOAD, lambda _: None, lambda: None)
     for records, goes_on in (
         ([Record(1, 0, 0, [])], False),  # it waits, maybe for long
         ([Record(1, 0, 0, [5]), Record(2, 0, 7, [], FinishReason.ABORT)], True),
-        ([Record(1, 0, 1, [6], FinishReason.LENGTH)], False),
+        ([Record(3, 0, 0, [])], None),  # its engine's loop turns, which says nothing of its device
+        ([Record(3, 0, 0, [], FinishReason.ABORT)], None),
+        ([Record(1, 0, 1, [6]), Record(4, 0, 0, [7], FinishReason.LENGTH)], True),
+        ([Record(1, 0, 2, [6], FinishReason.LENGTH), Record(5, 0, 0, [8])], True),
+        ([Record(5, 0, 1, [], FinishReason.ABORT)], False),
+        ([Record(6, 0, 0, [6], FinishReason.LENGTH)], False),
     ):
         for record in records:
             tape.put(record)
