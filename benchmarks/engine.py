@@ -1,13 +1,13 @@
 """How fast the engine is on this machine's GPU, against what its memory and matrix units allow.
 
     python -m benchmarks.engine --workload 8b-b32 0.6b-b32 --runs 3 [--out benchmarks/results/h200.jsonl]
-    python -m benchmarks.engine --workload 8b-b32 --peer transformers
+    python -m benchmarks.engine --workload 8b-b32 --peer vllm transformers
     python -m benchmarks.engine --shape 8b --requests 16 --prompt 100 --output 50
     python -m benchmarks.engine --model $(python -m deployments.demo_model) --requests 32 --output 128
 
 Measures the limits, then runs each workload with overlap on and off in one process, on the same random
 weights and prompts, checks that every request got exactly its tokens and that those of on and off are
-equal, then runs the peer, and at last looks at the kernels with a profiler, which slows down what comes
+equal, then runs the peers, and at last looks at the kernels with a profiler, which slows down what comes
 after. Prints a table and a JSON line for each run. `python -m benchmarks.report` makes the page of the
 lines. Needs torch, transformers, pydantic and msgspec only.
 """
@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from benchmarks import arguments
 from benchmarks.limits import measure_limits, percentages, read_bandwidth
 from benchmarks.measuring import Measured, Prompts
 from benchmarks.pages.engine import screen
-from benchmarks.peers import Stuck, Transformers, within
+from benchmarks.peers import PEERS, Stuck, within
 from benchmarks.workloads import (
     SHAPES,
     WORKLOADS,
@@ -48,7 +49,7 @@ from engine.config import EngineConfig
 
 LONG_RUN = 60.0
 """Seconds: what takes longer runs once with overlap off and on a peer, whatever `--runs` says."""
-PEER_START = 60.0
+PEER_START = 150.0
 """Seconds that a peer may take to start; then five times what the engine took, and 20 s, for each run."""
 
 
@@ -156,10 +157,10 @@ class Case:
                 break
         await measured.stop()
 
-    def measure_peer(self, overlaps: list[bool], results: Results) -> None:
+    def measure_peer(self, name: str, overlaps: list[bool], results: Results) -> None:
         """Synchronous and asynchronous batching of the peer, each as often as the engine ran."""
         release()
-        peer = Transformers(self.model)
+        peer = PEERS[name](self.model)
         for overlap in overlaps:
             ours = [line for line in self.lines if line["overlap"] is overlap]
             ours = ours[: 1 if ours[0]["total_s"] > LONG_RUN / 5 else None]
@@ -171,19 +172,18 @@ class Case:
                     lambda stop: peer.run(self.warm_up(), prompts, self.workload.output, overlap, stop),  # noqa: B023
                 )
             except Exception as error:
-                results.add(
-                    self.line(overlap, 0, self.args.peer, {"error": f"{type(error).__name__}: {error}"})
-                )
+                results.add(self.line(overlap, 0, name, {"error": f"{type(error).__name__}: {error}"}))
                 results.stuck = isinstance(error, Stuck)
                 if results.stuck:
                     return
                 continue
             for line, (figures, tokens) in zip(ours, found, strict=True):
-                own = self._tokens[overlap, line["run"]]
-                figures["tokens_equal_share"] = equal = share_of_equal(own, tokens)
-                figures["tokens_equal"] = equal == 1
+                if tokens is not None:
+                    own = self._tokens[overlap, line["run"]]
+                    figures["tokens_equal_share"] = equal = share_of_equal(own, tokens)
+                    figures["tokens_equal"] = equal == 1
                 figures["ratio"] = line["output_tokens_per_s"] / figures["output_tokens_per_s"]
-                results.add(self.line(overlap, line["run"], self.args.peer, figures))
+                results.add(self.line(overlap, line["run"], name, figures))
 
     async def profile(self, overlap: bool) -> str:
         """Kernels of a short run, on an engine of its own: into the lines of the runs. Returns a table."""
@@ -236,10 +236,11 @@ def run(args: argparse.Namespace, workloads: list[Workload], folder: Path, resul
         case.measure_limits(bandwidth, device)
         for overlap in overlaps:
             asyncio.run(case.measure(overlap, args, results))
-    for case in cases if args.peer else []:
-        case.measure_peer(overlaps, results)
-        if results.stuck:
-            return  # what still runs would be in the way of what is measured
+    for case in cases:
+        for peer in args.peer:
+            case.measure_peer(peer, overlaps, results)
+            if results.stuck:
+                return  # what still runs would be in the way of what is measured
     tables = [asyncio.run(case.profile(overlap)) for case in cases for overlap in overlaps if on_gpu]
     results.save()
     if args.profile:
@@ -269,7 +270,9 @@ def main() -> None:
     parser.add_argument("--attention", choices=["auto", "torch", "triton", "flashinfer"], default="auto")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--version", default="", help="what this state of the code is called in the results")
-    parser.add_argument("--peer", choices=["transformers"], help="also run this, on the same weights")
+    parser.add_argument(
+        "--peer", nargs="+", choices=PEERS, default=[], help="also run these, on the same shapes and prompts"
+    )
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(
         "--profile", type=arguments.file, help="write tables of kernels to this file (on a GPU)"
@@ -284,6 +287,9 @@ def main() -> None:
         parser.error("name a --workload, --shape or --model")
     if why := why_not(each.shape for each in workloads):
         parser.error(why)
+    for peer in args.peer:
+        if find_spec(peer) is None:
+            parser.error(f"argument --peer: {peer} is not installed here")
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("engine").setLevel(logging.INFO)
     results = Results(args.out)

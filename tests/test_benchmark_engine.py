@@ -6,6 +6,7 @@ import faulthandler
 import json
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmarks import peers
 from benchmarks.limits import Widths, measure_limits, percentages
 from benchmarks.measuring import Span, busy, host_ms, kernel_figures
 from benchmarks.pages.engine import engine_page, screen
-from benchmarks.peers import Stuck, within
+from benchmarks.peers import Stuck, figures, within
 from benchmarks.workloads import SHAPES, Workload, random_prompts, save_config
 from engine.plan import StepTiming
 from engine.timeline import Recording, StepTimes
@@ -125,6 +126,11 @@ def test_the_page_of_these_lines(lines: list[dict[str, Any]]) -> None:
     [
         ("", "name a --workload, --shape or --model"),
         ("--workload tiny --runs 0", "argument --runs: 0 is less than 1"),
+        pytest.param(
+            "--workload tiny --peer vllm",
+            "argument --peer: vllm is not installed here",
+            marks=pytest.mark.skipif(find_spec("vllm") is not None, reason="it is"),
+        ),
         ("--workload tiny --out /nowhere/lines", "argument --out: /nowhere/lines can't be written"),
         ("--model /nowhere", "argument --model: there is no folder /nowhere"),
     ],
@@ -226,6 +232,14 @@ def test_phases_are_summed_over_a_step_and_steps_with_prompts_left_out() -> None
     assert found["publish"] == pytest.approx(3)
     assert found["schedule"] == 0
     assert "idle" not in found
+
+
+def test_figures_of_a_peer() -> None:
+    found = figures(1.0, [[2.0, 2.5, 3.0], [2.0, 2.5, 5.0]], [[1, 2, 3], [4, 5, 6]], 3)
+    assert found["ms_per_step"] == 500 and 500 < found["ms_per_step_p99"] < 2500
+    assert (found["total_s"], found["output_tokens_per_s"], found["tokens_checked"]) == (4.0, 1.5, True)
+    one = figures(1.0, [[2.0], [2.0]], [[1], []], 1)
+    assert one["ms_per_step"] is one["ms_per_step_p99"] is None and not one["tokens_checked"]
 
 
 def test_work_within_its_time_and_work_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

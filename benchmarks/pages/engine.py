@@ -79,8 +79,10 @@ def engine_page(lines: list[Line]) -> str:
         "ms per step: from one result to the next, of steps that only decode. Limit, bytes: weights, keys "
         "and values at the read bandwidth measured in the same run. Limit, matmuls: the matrix products of "
         "a step, measured bare in the same run, in place of the weights' bytes. Limit s: prompts at the "
-        "rate of their products, then decode steps at the limit by matmuls. Other systems ran in the same "
-        "process on the same weights and prompts; the ratio is of tokens/s with the same overlap.",
+        "rate of their products, then decode steps at the limit by matmuls. Other systems ran after it in "
+        "the same command on the same prompts: transformers in the same process on the same weights, vLLM "
+        "in a process of its own on random weights of its own, overlap standing for its asynchronous "
+        "scheduling. The ratio is of tokens/s with the same overlap.",
         "",
         *speed(),
         *(
