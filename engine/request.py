@@ -19,6 +19,9 @@ _arrivals = count()
 MAX_BIASES = 300
 """Tokens that one request may have a `logit_bias` for, as in OpenAI's API."""
 
+MAX_LOGPROBS = 20
+"""Of the likeliest tokens in each place, those that a request may ask about, as in OpenAI's API."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served. `field` names what is wrong with it, as in the HTTP API."""
@@ -91,6 +94,9 @@ class SamplingParams:
     """Divides a logit above 0 of a token of prompt or output, multiplies one below."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit), each token once."""
+    logprobs: int | None = None
+    """Tell the log-probability of each token, and of so many of the likeliest in its place. They are the
+    model's own: before biases, penalties, temperature and filters. None: nothing of it."""
 
     @property
     def penalised(self) -> bool:
@@ -129,6 +135,11 @@ class SamplingParams:
             and all(-100 <= bias <= 100 for _, bias in self.logit_bias),
             "logit_bias",
             f"at most {MAX_BIASES} different token ids with values between -100 and 100",
+        )
+        check(
+            self.logprobs is None or (isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            "logprobs",
+            f"an integer from 0 to {MAX_LOGPROBS}",
         )
 
 
@@ -195,6 +206,17 @@ class Request:
         return self.priority, self.arrival
 
 
+class Logprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Natural logarithms of probabilities in one place."""
+
+    token: float
+    """Of the token that was chosen."""
+    likeliest: list[int]
+    """Token ids, the likeliest first."""
+    values: list[float]
+    """Theirs."""
+
+
 class Output(msgspec.Struct, frozen=True, gc=False):
     """What one step brought for one request.
 
@@ -211,3 +233,5 @@ class Output(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each of `tokens`, if the request asks for them."""
