@@ -93,15 +93,16 @@ class Executor:
             nonlocal failure, begun
             begun = True
             position, tokens, reason = output.position, output.tokens, output.finish_reason
+            logprobs = list(output.logprobs)
             if position == first and tokens:
                 span.add_event("first token")
             if reason is None:
-                return tape.put(Record(number, attempt, position, list(tokens)))
+                return tape.put(Record(number, attempt, position, list(tokens), logprobs=logprobs))
             span.set_attribute("stepahead.finish_reason", reason)
             if reason is FinishReason.ERROR and not self._engine.healthy:
                 # Whatever broke the engine, nearly all whom it takes along are innocent.
                 reason, failure = FinishReason.ABORT, output.error or "the engine failed"
-            tape.put(Record(*key, position, list(tokens), reason, output.error, request.num_cached))
+            tape.put(Record(*key, position, list(tokens), reason, output.error, request.num_cached, logprobs))
 
         try:
             with tape.delivery(key) as delivered:

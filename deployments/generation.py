@@ -12,7 +12,7 @@ from typing import TypeAlias
 from deployments.submission import ANY_TIME, Refusal, SchedulingParams, Submission
 from deployments.tape import Address, Observe, Record, TapeListener
 from deployments.telemetry import Watch
-from engine.request import FinishReason, SamplingParams
+from engine.request import FinishReason, Logprobs, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class Generation:
         self.sampling = sampling
         self.scheduling = scheduling
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        """One for each of `tokens`, if `sampling` asks for them."""
         self.finish_reason: FinishReason | None = None
         self.refusal: Refusal | None = None
         self.num_cached = 0
@@ -73,6 +75,7 @@ class Generation:
         if not record.tokens and record.finish_reason is None:
             return True
         self.tokens += record.tokens
+        self.logprobs += record.logprobs
         if self.watch and record.tokens:
             self.watch.took(len(record.tokens))
         self.num_cached = record.num_cached

@@ -33,7 +33,7 @@ import msgspec
 from deployments.load import Load
 from deployments.tape_meter import TapeMeter
 from engine.frames import LENGTH, Frames
-from engine.request import FinishReason
+from engine.request import FinishReason, Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class Record(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     num_cached: int = 0
     """Prompt tokens that were found in the prefix cache; known in the last record."""
+    logprobs: list[Logprobs] = []
+    """One for each of `tokens`, if the request asks for them."""
 
     @property
     def key(self) -> Key:
@@ -224,6 +226,7 @@ class Tape(_Connection):
         earlier = self._pending.setdefault((record.request, record.attempt), record)
         if earlier is not record:
             earlier.tokens += record.tokens
+            earlier.logprobs += record.logprobs
             earlier.finish_reason = record.finish_reason
             earlier.error = record.error
             earlier.num_cached = record.num_cached

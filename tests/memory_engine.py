@@ -7,7 +7,15 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from engine.request import EngineUnavailable, FinishReason, Output, QueueFull, Request, RequestError
+from engine.request import (
+    EngineUnavailable,
+    FinishReason,
+    Logprobs,
+    Output,
+    QueueFull,
+    Request,
+    RequestError,
+)
 from engine.stats import EngineStats
 
 VOCABULARY = 94
@@ -22,6 +30,12 @@ def token_at(prompt: list[int], seed: int, position: int) -> int:
 
 def text_of(prompt: list[int], seed: int, length: int) -> list[int]:
     return [token_at(prompt, seed, position) for position in range(length)]
+
+
+def logprobs_at(token: int, position: int, likeliest: int) -> Logprobs:
+    """Made up of these alone: the token that is chosen is the third likeliest. No rounding in JSON."""
+    values = [-rank / 2 - position / 64 for rank in range(max(3, likeliest))]
+    return Logprobs(values[2], [token ^ 2 ^ rank for rank in range(likeliest)], values[:likeliest])
 
 
 class MemoryEngine:
@@ -62,7 +76,7 @@ class MemoryEngine:
 
     def step(self) -> None:
         for id, (request, sink, output) in list(self.running.items()):
-            token = token_at(request.prompt, request.sampling.seed, len(output))
+            token = self.token(request, len(output))
             output.append(token)
             reason = None
             if token in request.sampling.stop_token_ids:
@@ -71,7 +85,12 @@ class MemoryEngine:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 del self.running[id]
-            sink(Output(request, len(output) - 1, (token,), reason))
+            position, likeliest = len(output) - 1, request.sampling.logprobs
+            logprobs = () if likeliest is None else (logprobs_at(token, position, likeliest),)
+            sink(Output(request, position, (token,), reason, logprobs=logprobs))
+
+    def token(self, request: Request, position: int) -> int:
+        return token_at(request.prompt, request.sampling.seed, position)
 
     def stats(self) -> EngineStats:
         none: dict[str, Any] = dict.fromkeys(EngineStats.__struct_fields__, 0) | {"finished": {}}

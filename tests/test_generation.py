@@ -19,7 +19,7 @@ from deployments.prefix_index import BLOCK, chain_of
 from deployments.submission import Refusal, Submission
 from deployments.tape import Observe, Record, Tape, TapeListener, TapeLost
 from engine.request import FinishReason, Output, SamplingParams
-from tests.memory_engine import MemoryEngine, text_of
+from tests.memory_engine import MemoryEngine, logprobs_at, text_of
 
 PROMPT = [5, 6, 7]
 
@@ -76,10 +76,15 @@ class Reader:
     """Waits for news of one generation."""
 
     def __init__(
-        self, dispatcher: Dispatcher, max_tokens: int = 5, seed: int = 1, prompt: list[int] = PROMPT
+        self,
+        dispatcher: Dispatcher,
+        max_tokens: int = 5,
+        seed: int = 1,
+        prompt: list[int] = PROMPT,
+        logprobs: int | None = None,
     ):
         self.changed = asyncio.Event()
-        sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed, logprobs=logprobs)
         self.generation: Generation = dispatcher.start(prompt, sampling, self.changed.set)
 
     async def until(self, good: Callable[[Generation], bool]) -> Generation:
@@ -487,6 +492,31 @@ async def test_a_replica_that_dies_is_replaced_without_a_trace() -> None:
         generation = await reader.until(ended)
         assert generation.tokens == text_of(PROMPT, 1, 6)
         assert generation.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("likeliest", [None, 0, 4])
+async def test_each_token_has_its_log_probability_wherever_it_was_made(likeliest: int | None) -> None:
+    """Also with a Router that takes two steps at once, and a replica that dies with the third on the way."""
+    engines = MemoryEngine(), MemoryEngine()
+    async with dispatching(*engines) as (dispatcher, cluster):
+        reader = Reader(dispatcher, max_tokens=7, logprobs=likeliest)
+        await reader.generation.admitted.wait()
+        engines[0].step()
+        engines[0].step()
+        await reader.until(has(2))
+        engines[0].step()
+        cluster.kill(0)
+        await engines[1].submitted.wait()
+        for _ in range(5):
+            engines[1].step()
+        generation = await reader.until(ended)
+        assert generation.tokens == text_of(PROMPT, 1, 7)
+        assert generation.logprobs == (
+            []
+            if likeliest is None
+            else [logprobs_at(token, place, likeliest) for place, token in enumerate(generation.tokens)]
+        )
+        assert len(cluster.submissions) == 2
 
 
 async def test_it_is_not_tried_for_ever() -> None:

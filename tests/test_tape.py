@@ -7,6 +7,7 @@ import datetime
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from deployments import tape as tape_module
 from deployments.load import Load
 from deployments.tape import Address, Frame, Key, Record, Tape, TapeListener, TapeLost
 from deployments.tape_meter import TapeMeter
-from engine.request import FinishReason
+from engine.request import FinishReason, Logprobs
 
 HOST = "127.0.0.1"
 LOAD = Load(100, 2, 1, 50, 12.5)
@@ -125,6 +126,30 @@ async def test_one_frame_holds_a_step_and_one_is_outstanding() -> None:
         assert await peer.records() == [
             Record(0, 0, 1, [10, 20, 30], FinishReason.LENGTH),
             Record(1, 0, 1, [11]),
+        ]
+
+
+async def test_log_probabilities_merge_as_tokens_do() -> None:
+    """For a Router that is slow to answer: each stays with its token."""
+
+    def record(tokens: list[int], **more: Any) -> Record:
+        asked = [Logprobs(-token / 8, [token, 3], [-token / 8, -inf]) for token in tokens]
+        return Record(0, 0, tokens[0], tokens, logprobs=asked, **more)
+
+    async with router() as (tape, peer, _):
+        tape.put(record([0]))
+        assert await peer.records() == [record([0])]
+        tape.put(record([1]))
+        tape.put(Record(1, 0, 0, [7]))
+        await asyncio.sleep(0)
+        tape.put(record([2, 3]))
+        tape.put(Record(1, 0, 1, [8]))
+        await asyncio.sleep(0)
+        tape.put(record([4], finish_reason=FinishReason.LENGTH))
+        peer.answer()
+        assert await peer.records() == [
+            record([1, 2, 3, 4], finish_reason=FinishReason.LENGTH),
+            Record(1, 0, 0, [7, 8]),
         ]
 
 
