@@ -79,9 +79,8 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
         )
         warm_up(runner)
         context = max_blocks * config.block_size
-        largest = _peak_bytes(
-            runner, scratch_plan(config.max_tokens_per_step, s, context, max_blocks, penalised=True)
-        )
+        plan = scratch_plan(config.max_tokens_per_step, s, context, max_blocks, everything=True)
+        largest = _peak_bytes(runner, plan)
         captured = 0
         if config.cuda_graphs:
             most, _ = mixed_buckets(config.max_tokens_per_step, s)[-1]
@@ -108,7 +107,7 @@ def warm_up(runner: Runner) -> None:
     Its sizes all differ, so that a compiler for symbolic sizes takes none for another.
     """
     tokens, sequences = min(11, runner.max_tokens), min(7, runner.max_sequences)
-    runner.launch(scratch_plan(tokens, sequences, 3, runner.max_blocks, penalised=True))
+    runner.launch(scratch_plan(tokens, sequences, 3, runner.max_blocks, everything=True))
     runner.collect()
     runner.penalties.release()
 

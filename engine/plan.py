@@ -6,11 +6,13 @@ slot's pinned buffers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.request import MAX_LOGPROBS, Logprobs
 
 # One record per token of the step. Every field is 4 bytes, so that a device sees the array as an
 # int32 matrix [tokens, len(TOKEN.names)] and takes columns of it.
@@ -81,6 +83,10 @@ class StepPlan:
     """Some sequence that samples has penalties or biases."""
     histories: tuple[History, ...] = ()
     """Rows whose counts and biases begin anew before this step samples."""
+    scored: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """Places of the sequences whose tokens' log-probabilities are wanted."""
+    likeliest: int = 0
+    """And of so many others in each of these."""
 
 
 class StepTiming(NamedTuple):
@@ -97,6 +103,21 @@ class StepTiming(NamedTuple):
     """From the end of its compute until its tokens were on the host."""
 
 
+class Scores(NamedTuple):
+    """Log-probabilities that a step found."""
+
+    places: npt.NDArray[np.int32]
+    """[W]: the plan's `scored`."""
+    ids: npt.NDArray[np.int32]
+    """[W, 1 + likeliest]: the sampled token, then the likeliest in order."""
+    values: npt.NDArray[np.float32]
+    """Theirs, natural logarithms."""
+
+    def by_place(self) -> dict[int, Logprobs]:
+        rows = zip(self.places.tolist(), self.ids.tolist(), self.values.tolist(), strict=True)
+        return {place: Logprobs(values[0], ids[1:], values[1:]) for place, ids, values in rows}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What one step sampled."""
@@ -105,14 +126,17 @@ class StepResult:
     tokens: npt.NDArray[np.int32]
     """[S], in the plan's order; meaningless where the plan's row is 0."""
     timing: StepTiming | None = None
+    scores: Scores | None = None
+    """If any are wanted."""
 
 
 def scratch_plan(
-    num_tokens: int, sequences: int, context: int, max_blocks: int, *, penalised: bool = False
+    num_tokens: int, sequences: int, context: int, max_blocks: int, *, everything: bool = False
 ) -> StepPlan:
     """A step for warming up and measuring: all in the scratch row and block, with every filter.
 
-    It has `num_tokens` tokens, or as many as `sequences` of at most `context` tokens hold.
+    It has `num_tokens` tokens, or as many as `sequences` of at most `context` tokens hold. With
+    `everything` it has penalties and log-probabilities, too.
     """
     lengths = np.ones(sequences, np.int32)
     rest = num_tokens - sequences
@@ -135,5 +159,7 @@ def scratch_plan(
         num_decodes=int((lengths == 1).sum()),
         greedy=False,
         filtered=True,
-        penalised=penalised,
+        penalised=everything,
+        scored=np.arange(sequences if everything else 0, dtype=np.int32),
+        likeliest=MAX_LOGPROBS,
     )

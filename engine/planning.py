@@ -41,6 +41,7 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
     sequences["sample_position"] = ends
     sequences["row"][~samples] = SCRATCH_ROW
     sequences["penalty_row"][~samples] = SCRATCH_ROW
+    wanted = np.where(samples, r.logprobs[rows], -1)
     return StepPlan(
         step=step,
         tokens=tokens,
@@ -51,6 +52,8 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         filtered=bool(r.filtered[rows].any()),
         penalised=bool(sequences["penalty_row"].any()),
         histories=tuple(_history(r.requests[row]) for row in rows[r.uncounted[rows]].tolist()),
+        scored=np.flatnonzero(wanted >= 0).astype(np.int32),
+        likeliest=max(int(wanted.max()), 0),
     )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.frames import Frames
-from engine.request import EngineUnavailable, FinishReason, Output, Request, RequestError
+from engine.request import EngineUnavailable, FinishReason, Logprobs, Output, Request, RequestError
 from engine.stats import EngineStats, Reading
 from engine.timeline import Recording
 
@@ -58,6 +58,7 @@ class Told(msgspec.Struct, array_like=True, gc=False):
     finish_reason: FinishReason | None
     error: str | None
     num_cached: int
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 class Step(msgspec.Struct, array_like=True, tag=0):
@@ -287,7 +288,9 @@ class EngineProcess(Frames):
                 del live[told.id]
                 request.num_cached = told.num_cached
             try:
-                sink(Output(request, told.position, told.tokens, told.finish_reason, told.error))
+                sink(
+                    Output(request, told.position, told.tokens, told.finish_reason, told.error, told.logprobs)
+                )
             except Exception:
                 logger.exception("the reader of request %s failed", told.id)
                 self.abort(told.id, "reader_failed")

@@ -48,6 +48,8 @@ class Rows:
         """Whether it draws noise, and from some of the tokens only."""
         self.uncounted = np.zeros(n, np.bool_)
         """Whether it has penalties or biases, and no step has brought the device its tokens."""
+        self.logprobs = np.full(n, -1, np.int32)
+        """How many of the likeliest tokens' log-probabilities it wants beside its own; -1: not even that."""
         self._free = list(range(n - 1, SCRATCH_ROW, -1))
 
     @property
@@ -91,6 +93,7 @@ class Rows:
         self.noisy[row] = not greedy
         self.filtered[row] = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         self.uncounted[row] = sampling.penalised
+        self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         request.row = row
         return row
 

@@ -142,7 +142,7 @@ class Runner:
         slot.d2h_done.synchronize()
         self._in_flight.popleft()
         self._free.append(slot)
-        return StepResult(step, slot.result(n), self._clock.read(marks, prepared))
+        return StepResult(step, slot.result(n), self._clock.read(marks, prepared), slot.scores())
 
     def close(self) -> None:
         self.lanes.close()
@@ -166,7 +166,10 @@ class Runner:
 
     def _compute(self, slot: Slot, shape: Shape) -> None:
         with torch.inference_mode():
-            self._sample(slot, shape, self._forward(slot, shape))
+            logits = self._forward(slot, shape)
+            self._sample(slot, shape, logits)
+            if slot.num_scored:
+                slot.score(logits)
 
     def _forward(self, slot: Slot, shape: Shape) -> torch.Tensor:
         """Carry-over and forward: logits [S, V]."""
@@ -282,3 +285,6 @@ class Runner:
                 self._sample(slot, shape, self._logits[:s])
         else:
             self._graphs.replay((i, s, shape.filtered))
+        if slot.num_scored:  # nor is this, for a few requests
+            with torch.inference_mode():
+                slot.score(self._logits[:s])

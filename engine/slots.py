@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.logprobs import log_probabilities
 from engine.penalties import HistoryTensors
-from engine.plan import SEQUENCE, TOKEN, StepPlan
+from engine.plan import SEQUENCE, TOKEN, Scores, StepPlan
+from engine.request import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from engine.lanes import Event, Lanes
 
 _TOKEN_ROW = {name: i for i, name in enumerate(TOKEN.names or ())}
 _SEQUENCE_ROW = {name: i for i, name in enumerate(SEQUENCE.names or ())}
+
+SCORED_AT_ONCE = 64
+"""Sequences whose logits are held in float32 at a time, so that these need little memory."""
 
 
 class Slot:
@@ -39,6 +44,10 @@ class Slot:
         # Blocks first: the part in use, [blocks of the longest, sequences], is one contiguous copy.
         self._tables_host, self._tables = pair(max_blocks, max_sequences)
         self._sampled_host, self.sampled = pair(max_sequences)
+        self._scored_host, self._scored = pair(max_sequences)
+        self._ids_host, self._ids = pair(max_sequences * (1 + MAX_LOGPROBS))
+        self._logprobs_host, self._logprobs = pair(max_sequences * (1 + MAX_LOGPROBS))
+        self.num_scored = self._likeliest = 0
         self._num_blocks = 0
         self.histories: list[HistoryTensors] = []
         self.h2d_done: Event = lanes.new_event()
@@ -63,6 +72,8 @@ class Slot:
         self.histories = [
             HistoryTensors(row, *(self._copied(each) for each in arrays)) for row, *arrays in plan.histories
         ]
+        self.num_scored, self._likeliest = len(plan.scored), plan.likeliest
+        self._scored_host.numpy()[: self.num_scored] = plan.scored
         if num_tokens > t:
             tokens[:, t:num_tokens] = 0
             tokens[_TOKEN_ROW["carry_row"], t:num_tokens] = -1
@@ -86,10 +97,32 @@ class Slot:
         self._sequences.copy_(self._sequences_host, non_blocking=True)
         n = self._num_blocks
         self._tables[:n].copy_(self._tables_host[:n], non_blocking=True)
+        if self.num_scored:
+            self._scored.copy_(self._scored_host, non_blocking=True)
+
+    def score(self, logits: torch.Tensor) -> None:
+        """Log-probabilities of sampled tokens, where they are wanted, by logits [S, V] (compute lane)."""
+        self._likeliest = min(self._likeliest, logits.shape[-1])
+        ids, logprobs = self._scores(self._ids, self._logprobs)
+        wanted = self._scored[: self.num_scored].long()
+        for i in range(0, self.num_scored, SCORED_AT_ONCE):
+            part = slice(i, i + SCORED_AT_ONCE)
+            places = wanted[part]
+            ids[part], found = log_probabilities(logits[places], self.sampled[places], self._likeliest)
+            logprobs[part] = found.view(torch.int32)
+
+    def _scores(self, *buffers: torch.Tensor) -> list[torch.Tensor]:
+        """The part in use of each: [scored, 1 + likeliest]."""
+        shape = self.num_scored, 1 + self._likeliest
+        return [buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers]
 
     def download(self) -> None:
-        """Sampled tokens to their pinned buffer (D2H lane)."""
+        """Sampled tokens, and their log-probabilities, to their pinned buffers (D2H lane)."""
         self._sampled_host.copy_(self.sampled, non_blocking=True)
+        if self.num_scored:
+            there = self._scores(self._ids, self._logprobs)
+            for host, device in zip(self._scores(self._ids_host, self._logprobs_host), there, strict=True):
+                host.copy_(device, non_blocking=True)
 
     def token(self, name: str, n: int) -> torch.Tensor:
         """Field `name` of the first n tokens: int32 [n] on the device."""
@@ -110,6 +143,13 @@ class Slot:
         self._sampled_host.fill_(-1)
         return sampled
 
+    def scores(self) -> Scores | None:
+        """A copy of the log-probabilities, if there are any. Only after `d2h_done`."""
+        if not self.num_scored:
+            return None
+        ids, logprobs = (each.numpy().copy() for each in self._scores(self._ids_host, self._logprobs_host))
+        return Scores(self._scored_host[: self.num_scored].numpy().copy(), ids, logprobs.view(np.float32))
+
     def make_scratch(self, n: int, tokens: int) -> None:
         """Device tensors of a step of n padded sequences, of `tokens` (0 or 1) each, for capturing steps."""
         start = torch.arange(n, dtype=torch.int32) if tokens else 1
@@ -123,7 +163,8 @@ class Slot:
 
     def poison(self) -> None:
         """Fill every buffer with what no step can use, to show in tests that nobody reads a free slot."""
-        for buffer in (self._tokens_host, self._sequences_host, self._tables_host, self._sampled_host):
+        inputs = self._tokens, self._sequences, self._tables, self._scored
+        hosts = self._tokens_host, self._sequences_host, self._tables_host, self._scored_host
+        outputs = self.sampled, self._ids, self._logprobs
+        for buffer in (*inputs, *hosts, *outputs, self._sampled_host, self._ids_host, self._logprobs_host):
             buffer.fill_(-(2**30))
-        for tensor in (self._tokens, self._sequences, self._tables, self.sampled):
-            tensor.fill_(-(2**30))

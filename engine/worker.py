@@ -111,6 +111,7 @@ class Worker(Frames):
                 output.finish_reason,
                 error and _plain(error),
                 request.num_cached,
+                output.logprobs,
             )
         )
 

@@ -22,7 +22,9 @@ PUBLIC_NAMES = {
     "engine.request": {
         "EngineUnavailable",
         "FinishReason",
+        "Logprobs",
         "MAX_BIASES",
+        "MAX_LOGPROBS",
         "Output",
         "QueueFull",
         "Request",
@@ -34,6 +36,7 @@ PUBLIC_NAMES = {
         "SCRATCH_BLOCK",
         "SCRATCH_ROW",
         "History",
+        "Scores",
         "SEQUENCE",
         "TOKEN",
         "StepPlan",

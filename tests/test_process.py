@@ -25,6 +25,7 @@ from engine.process import EngineProcess
 from engine.request import (
     EngineUnavailable,
     FinishReason,
+    Logprobs,
     Output,
     QueueFull,
     Request,
@@ -133,12 +134,17 @@ async def asked(engine: EngineProcess, request: Request) -> Reader:
 
 
 async def test_the_same_tokens_as_in_this_process() -> None:
-    sampled = SamplingParams(max_tokens=12, seed=5, top_k=20, presence_penalty=0.5, logit_bias=((7, 3.0),))
+    sampled = SamplingParams(
+        max_tokens=12, seed=5, top_k=20, presence_penalty=0.5, logit_bias=((7, 3.0),), logprobs=3
+    )
     here = AsyncEngine(config())
     await here.start()
     wanted: list[list[int]] = []
+    logprobs: list[list[Logprobs]] = []
     for i, prompt in enumerate(PROMPTS):
-        wanted.append([t async for o in here.generate(Request(f"{i}", prompt, sampled)) for t in o.tokens])
+        outputs = [output async for output in here.generate(Request(f"{i}", prompt, sampled))]
+        wanted.append([token for output in outputs for token in output.tokens])
+        logprobs.append([each for output in outputs for each in output.logprobs])
     await here.stop()
     async with running() as engine:
         assert (engine.context_length, engine.vocab_size) == (here.context_length, here.vocab_size)
@@ -147,6 +153,12 @@ async def test_the_same_tokens_as_in_this_process() -> None:
         readers = await asyncio.gather(*(asked(engine, request) for request in requests))
         await asyncio.gather(*(reader.ended.wait() for reader in readers))
         assert [reader.tokens for reader in readers] == wanted
+        for reader, there in zip(readers, logprobs, strict=True):
+            found = [each for output in reader.outputs for each in output.logprobs]
+            assert len(found) == len(there) == 12
+            for one, other in zip(found, there, strict=True):  # other batches round otherwise
+                assert one.likeliest == other.likeliest
+                assert [one.token, *one.values] == pytest.approx([other.token, *other.values], abs=1e-4)
         assert [output.position for output in readers[0].outputs] == list(range(12))
         resumed = await asked(engine, Request("again", PROMPTS[1], sampled, generated=wanted[1][:5]))
         await resumed.ended.wait()

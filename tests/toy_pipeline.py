@@ -14,7 +14,7 @@ import torch
 
 from engine.attention import LayerCache, PagedBatch
 from engine.lanes import Lanes, ThreadEvent, ThreadLane, Work
-from engine.request import Request
+from engine.request import Logprobs, Request
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from tests.fake_device import VOCAB, next_token
@@ -57,6 +57,7 @@ class Pipeline:
     depth: int = 2
     pause: Callable[[], None] = lambda: None
     outputs: dict[Request, list[int]] = field(default_factory=dict)
+    logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -91,7 +92,7 @@ class Pipeline:
         while True:
             for request in waiting.popleft() if waiting else ():
                 self.scheduler.add(request)
-                self.outputs[request] = []
+                self.outputs[request], self.logprobs[request] = [], []
             plan = self.scheduler.schedule()
             if plan is not None:
                 self.pause()
@@ -103,6 +104,7 @@ class Pipeline:
                 slot.poison()
                 for output in self.scheduler.commit(result):
                     self.outputs[output.request].extend(output.tokens)
+                    self.logprobs[output.request].extend(output.logprobs)
             elif plan is None and not waiting:
                 return self.outputs
 
