@@ -11,6 +11,7 @@ import msgspec
 from deployments.generation import Dispatcher, Generation
 from deployments.responses import Usage
 from deployments.submission import Refusal, SchedulingParams
+from deployments.token_logprobs import LogprobsReader, TokenLogprobs
 from engine.detokenizer import Detokenizer
 from engine.request import FinishReason, SamplingParams
 
@@ -21,6 +22,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     index: int
     text: str
     finish_reason: FinishReason | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Of the tokens read for it, also where they bring no text yet; nothing unless asked for."""
 
 
 TOO_LATE = Refusal("timeout", "the time that the request was given ended before it had a token")
@@ -37,10 +40,17 @@ class Refused(Exception):
 class Choice:
     """One sequence and its text."""
 
-    def __init__(self, index: int, generation: Generation, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        generation: Generation,
+        detokenizer: Detokenizer,
+        logprobs: LogprobsReader | None,
+    ) -> None:
         self.index = index
         self.generation = generation
         self._detokenizer = detokenizer
+        self._logprobs = logprobs
         self._read = 0
 
     def read(self) -> Delta:
@@ -50,12 +60,16 @@ class Choice:
             raise Refused(generation.refusal)
         stopped = generation.finish_reason is FinishReason.STOP
         text = self._detokenizer.push(generation.tokens[self._read :], ended=stopped)
+        logprobs: Sequence[TokenLogprobs] = ()
+        if self._logprobs is not None:
+            new = slice(self._read, self.num_tokens)
+            logprobs = self._logprobs.read(generation.tokens[new], generation.logprobs[new])
         self._read = len(generation.tokens)
         if self._detokenizer.stopped:
-            return Delta(self.index, text, FinishReason.STOP)
+            return Delta(self.index, text, FinishReason.STOP, logprobs)
         if generation.finish_reason is not None:
             text += self._detokenizer.finish()
-        return Delta(self.index, text, generation.finish_reason)
+        return Delta(self.index, text, generation.finish_reason, logprobs)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +87,8 @@ class Answering:
         self,
         dispatcher: Dispatcher,
         prompts: Sequence[tuple[list[int], Sequence[SamplingParams]]],
-        detokenizer: Callable[[list[int]], Detokenizer],
+        token_bytes: Callable[[int], bytes],
+        stop: Sequence[str],
         scheduling: SchedulingParams,
     ) -> None:
         self._dispatcher = dispatcher
@@ -84,9 +99,11 @@ class Answering:
         for prompt, samplings in prompts:
             for sampling in samplings:
                 index = len(self.choices)
-                text = detokenizer(prompt)  # before there is anything that would have to be stopped
+                # Before there is anything that would have to be stopped.
+                text = Detokenizer(token_bytes, stop, prompt)
+                logprobs = None if sampling.logprobs is None else LogprobsReader(token_bytes, prompt)
                 generation = dispatcher.start(prompt, sampling, partial(self._grow, index), scheduling)
-                self.choices.append(Choice(index, generation, text))
+                self.choices.append(Choice(index, generation, text, logprobs))
         self._open = set(range(len(self.choices)))
 
     def _grow(self, index: int) -> None:

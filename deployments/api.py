@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.answering import Answering, Delta, Refused
+from deployments.api_error import ApiError
 from deployments.api_keys import CLIENT, KeyGuard
 from deployments.generation import Dispatcher
 from deployments.protocol import (
     MAX_BODY_BYTES,
     MAX_CHOICES,
-    ApiError,
     ChatRequest,
     CompletionRequest,
     parse,
@@ -43,7 +43,7 @@ from deployments.responses import (
 from deployments.submission import Refusal, SchedulingParams
 from deployments.telemetry import Telemetry
 from deployments.text import Tokenizer
-from engine.detokenizer import Detokenizer
+from deployments.token_logprobs import TokenLogprobs
 from engine.request import FinishReason
 
 Timelines: TypeAlias = Callable[[int], Awaitable[dict[str, list[dict[str, Any]]]]]
@@ -190,7 +190,8 @@ class Api:
         answering = Answering(
             self._dispatcher,
             [(prompt, self._tokenizer.sampling(request, len(prompt))) for prompt in prompts],
-            lambda prompt: Detokenizer(self._tokenizer.token_bytes, request.stop_strings, prompt),
+            self._tokenizer.token_bytes,
+            request.stop_strings,
             SchedulingParams(
                 request.priority or 0,
                 # Users are named by whoever has the key: naming many must not get it more.
@@ -220,15 +221,17 @@ class Api:
 
 async def _whole(answer: WholeAnswer, answering: Answering) -> bytes:
     texts: list[list[str]] = [[] for _ in answering.choices]
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in answering.choices]
     reasons = [FinishReason.STOP] * len(texts)
     while news := await answering.news():
         for delta in news:
             texts[delta.index].append(delta.text)
+            logprobs[delta.index] += delta.logprobs
             if delta.finish_reason is not None:
                 reasons[delta.index] = delta.finish_reason
     choices = [
-        FinishedChoice("".join(text), finish_reason(reason), stop_reason(reason))
-        for text, reason in zip(texts, reasons, strict=True)
+        FinishedChoice("".join(text), finish_reason(reason), stop_reason(reason), tokens)
+        for text, reason, tokens in zip(texts, reasons, logprobs, strict=True)
     ]
     return answer.body(choices, answering.usage())
 
@@ -239,7 +242,7 @@ async def _events(answer: StreamedAnswer, answering: Answering, news: list[Delta
         while news:
             events = []
             for delta in news:
-                events.append(answer.delta(delta.index, delta.text))
+                events.append(answer.delta(delta.index, delta.text, delta.logprobs))
                 if (reason := delta.finish_reason) is not None:
                     events.append(answer.finish(delta.index, finish_reason(reason), stop_reason(reason)))
             if piece := b"".join(events):
@@ -270,13 +273,13 @@ def _api_error(refusal: Refusal, chat: bool) -> ApiError:
 async def _body(http: Request) -> bytes:
     """The body, of which no more is held than may be sent. Raises `ApiError` (413)."""
     if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-        raise ApiError.too_large()
+        raise ApiError.too_large(MAX_BODY_BYTES)
     body = bytearray()
     try:
         async for chunk in http.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
-                raise ApiError.too_large()
+                raise ApiError.too_large(MAX_BODY_BYTES)
     except ApiError:
         raise
     except Exception as error:  # what carries the body has errors of its own for a client that left

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.protocol import ApiError
+from deployments.api_error import ApiError
 
 OPEN = {"/health"}
 """Paths for which no key is asked: load balancers have none."""

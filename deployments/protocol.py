@@ -1,4 +1,4 @@
-"""What a client may send to the OpenAI HTTP API, and the error it gets otherwise.
+"""What a client may send to the OpenAI HTTP API.
 
 One rule decides about fields of OpenAI's and vLLM's APIs. What this serves is a field with a type. What would
 change the text, and is not served, is refused unless its value is neutral. What changes nothing is accepted.
@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from engine.request import MAX_BIASES
+from deployments.api_error import ApiError
+from engine.request import MAX_BIASES, MAX_LOGPROBS
 
 MAX_BODY_BYTES = 8 << 20
 """A longer body is refused unread. Parsing this much takes 0.02 s for a text, 0.5 s at the very worst."""
@@ -33,48 +34,6 @@ MAX_MESSAGES = 2048
 MAX_STOP = 32
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-
-
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape. `status` is the HTTP status."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, message, type, param, code, headers)  # as they stand: pickling needs them
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
-        self.headers = headers or {}
-
-    def __str__(self) -> str:
-        return self.message
-
-    def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
-
-    @classmethod
-    def too_large(cls) -> Self:
-        return cls(413, f"The body is longer than {MAX_BODY_BYTES} bytes.", code="request_too_large")
-
-    @classmethod
-    def model_not_found(cls, model: str) -> Self:
-        return cls(
-            404, f"The model {model[:200]!r} does not exist here.", param="model", code="model_not_found"
-        )
-
-    @classmethod
-    def server_error(cls, message: str = "The server failed to answer.", status: int = 500) -> Self:
-        return cls(status, message, "server_error")
 
 
 def _only(*neutral: Any) -> AfterValidator:
@@ -188,6 +147,7 @@ class StreamOptions(_Wire):
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class GenerationRequest(_Wire):
@@ -266,14 +226,14 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
     # Known, not served.
     tools: Annotated[Any, _only([])] = None
     tool_choice: Annotated[Any, _only("none")] = None
     functions: Annotated[Any, _only([])] = None
     function_call: Annotated[Any, _only("none")] = None
     response_format: Annotated[Any, _only({"type": "text"})] = None
-    logprobs: Annotated[Any, _only(False)] = None
-    top_logprobs: Annotated[Any, _only(0)] = None
     modalities: Annotated[Any, _only(["text"])] = None
     audio: Annotated[Any, _only()] = None
     reasoning_effort: Annotated[Any, _only("none")] = None
@@ -293,6 +253,19 @@ class ChatRequest(GenerationRequest):
                 {"name": "max_tokens"},
             )
         return self
+
+    @model_validator(mode="after")
+    def _likeliest_beside_the_chosen(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "invalid_value", "it needs 'logprobs' to be true", {"name": "top_logprobs"}
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of the likeliest tokens, those to be told beside each chosen one; None tells of none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def _kind_of_prompt(value: Any) -> str:
@@ -318,11 +291,11 @@ class CompletionRequest(GenerationRequest):
         ],
         Discriminator(_kind_of_prompt),
     ]
+    logprobs: NumLogprobs | None = None
     # Known, not served.
     best_of: int | None = None
     suffix: Annotated[Any, _only("")] = None
     echo: Annotated[Any, _only(False)] = None
-    logprobs: Annotated[Any, _only()] = None
 
     @model_validator(mode="after")
     def _choices(self) -> Self:
@@ -337,6 +310,11 @@ class CompletionRequest(GenerationRequest):
                 "invalid_value", f"prompts times n must be at most {MAX_CHOICES}", {"name": "n"}
             )
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As of a `ChatRequest`."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -354,7 +332,7 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     Raises `ApiError`: 413 above `MAX_BODY_BYTES`, else 400 whose `param` names the field.
     """
     if len(body) > MAX_BODY_BYTES:
-        raise ApiError.too_large()
+        raise ApiError.too_large(MAX_BODY_BYTES)
     try:
         data = from_json(body)  # takes NaN, which the fields then refuse by name
     except ValueError as error:

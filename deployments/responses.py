@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from deployments.protocol import ApiError
+from deployments.api_error import ApiError
+from deployments.token_logprobs import TokenLogprobs, chat_logprobs, completion_logprobs
 from engine.request import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -28,6 +29,8 @@ class FinishedChoice:
     """`stop` or `length`, all that OpenAI's clients know."""
     stop_reason: str | None = None
     """See `stop_reason` below."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """Of each token, if asked for."""
 
 
 @dataclass(slots=True)
@@ -66,6 +69,11 @@ class _Answer:
             "choices": choices,
         }
 
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        return chat_logprobs(tokens) if self.chat else completion_logprobs(tokens)
+
 
 class WholeAnswer(_Answer):
     """An answer that is sent when it is complete."""
@@ -80,7 +88,7 @@ class WholeAnswer(_Answer):
         message: dict[str, Any] = {"text": choice.text}
         if self.chat:
             message = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        return {"index": index, **message, "logprobs": None} | _ending(
+        return {"index": index, **message, "logprobs": self._logprobs(choice.logprobs)} | _ending(
             choice.finish_reason, choice.stop_reason
         )
 
@@ -104,8 +112,10 @@ class StreamedAnswer(_Answer):
         """The event that opens a choice: a chat's role; nothing for a completion."""
         return self._event(index, "", role="assistant") if self.chat else b""
 
-    def delta(self, index: int, text: str) -> bytes:
-        """The event that adds `text` to a choice; nothing if it is empty."""
+    def delta(self, index: int, text: str, logprobs: Sequence[TokenLogprobs] = ()) -> bytes:
+        """The event that adds `text` and `logprobs` to a choice; nothing if both are empty."""
+        if logprobs:
+            return self._event(index, text, logprobs=logprobs)
         if not text:
             return b""
         head, tail = self._around[index]
@@ -128,12 +138,14 @@ class StreamedAnswer(_Answer):
         role: str | None = None,
         reason: str | None = None,
         stop_reason: str | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> bytes:
         piece: dict[str, Any] = {"text": text or ""}
         if self.chat:
             delta = {"role": role, "content": text}
             piece = {"delta": {key: value for key, value in delta.items() if value is not None}}
-        choice = {"index": index, **piece, "logprobs": None} | _ending(reason, stop_reason)
+        choice = {"index": index, **piece, "logprobs": self._logprobs(logprobs)}
+        choice |= _ending(reason, stop_reason)
         return self._sse(self._chunk([choice]))
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import demo_model
 from deployments.api import Api
+from deployments.api_error import ApiError
 from deployments.api_keys import read_keys
 from deployments.balancer import balancer_of
 from deployments.generation import Dispatcher
 from deployments.logs import join_serve_logs
 from deployments.metrics import ServeRecorder
-from deployments.protocol import ApiError
 from deployments.routing import key_of
 from deployments.settings import TelemetrySettings
 from deployments.submission import Refusal, Submission

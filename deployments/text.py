@@ -10,7 +10,8 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.protocol import ApiError, ChatRequest, CompletionRequest, Message
+from deployments.api_error import ApiError
+from deployments.protocol import ChatRequest, CompletionRequest, Message
 from engine.request import SamplingParams
 
 COMPLETION_TOKENS = 16
@@ -98,6 +99,7 @@ class Tokenizer:
                 stop_token_ids=stop_token_ids,
                 ignore_eos=bool(request.ignore_eos),
                 logit_bias=logit_bias,
+                logprobs=request.num_logprobs,
                 **values,
             )
             for index in range(request.choices)

@@ -56,7 +56,10 @@ VALUES: list[tuple[str, list[Any], list[Any]]] = [
 ]
 MORE_VALUES: list[tuple[Kind, str, list[Any], list[Any]]] = [
     (ChatRequest, "max_completion_tokens", [1, 10**9, None], [0, -1, 1.0, True, "1"]),
+    (ChatRequest, "logprobs", [True, False, None], [0, 1, "true", []]),
+    (ChatRequest, "top_logprobs", [0, None], [1, 20, 21, -1, 0.0, True, False, "1"]),
     (ChatRequest, "messages", [[USER] * 2048], [[], None, {}, "Hi", [USER] * 2049]),
+    (CompletionRequest, "logprobs", [0, 1, 20, None], [-1, 21, 1.0, True, False, "1"]),
     (
         CompletionRequest,
         "prompt",
@@ -75,15 +78,12 @@ MORE_NEUTRAL: list[tuple[Kind, str, list[Any], list[Any]]] = [
     (ChatRequest, "functions", [[], None], [[{"name": "f"}]]),
     (ChatRequest, "function_call", ["none", None], ["auto", {"name": "f"}]),
     (ChatRequest, "response_format", [{"type": "text"}, None], [{"type": "json_object"}, {}]),
-    (ChatRequest, "logprobs", [False, None], [True, 0, 1]),
-    (ChatRequest, "top_logprobs", [0, None], [1, 20]),
     (ChatRequest, "modalities", [["text"], None], [["text", "audio"], []]),
     (ChatRequest, "audio", [None], [{"voice": "alloy", "format": "wav"}]),
     (ChatRequest, "reasoning_effort", ["none", None], ["low", "high"]),
     (ChatRequest, "verbosity", ["medium", None], ["low", "high"]),
     (ChatRequest, "web_search_options", [None], [{}]),
     (ChatRequest, "moderation", [None], [{}]),
-    (CompletionRequest, "logprobs", [None], [0, 1, False]),
     (CompletionRequest, "echo", [False, None], [True]),
     (CompletionRequest, "suffix", ["", None], ["the end"]),
     (CompletionRequest, "best_of", [1, None], [2, 0]),

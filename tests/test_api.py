@@ -19,13 +19,14 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deployments.api import Api
+from deployments.api_error import ApiError
 from deployments.execution import Executor
 from deployments.generation import Dispatcher
-from deployments.protocol import MAX_BODY_BYTES, ApiError, ChatRequest, CompletionRequest
+from deployments.protocol import MAX_BODY_BYTES, ChatRequest, CompletionRequest
 from deployments.submission import Refusal, Submission
 from deployments.text import Tokenizer
 from engine.request import FinishReason, Output, QueueFull, Request
-from tests.memory_engine import VOCABULARY, MemoryEngine, text_of
+from tests.memory_engine import VOCABULARY, MemoryEngine, logprobs_at, text_of
 
 CONTEXT = 200
 
@@ -197,6 +198,202 @@ async def test_a_stop_token_ends_and_is_not_shown(
         assert text == answer("hi", 3, length)
         assert reason == "stop"
         assert usage["completion_tokens"] == length + 1
+
+
+BYTES = list(bytes_to_unicode())  # type: ignore[no-untyped-call]
+"""Of each token."""
+
+
+class Fast(MemoryEngine):
+    """Three steps while the Router takes one."""
+
+    def step(self) -> None:
+        for _ in range(3):
+            super().step()
+
+
+def candidate(token: int, logprob: float) -> dict[str, Any]:
+    data = bytes([BYTES[token]])
+    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def chat_entries(tokens: list[int], likeliest: int) -> list[dict[str, Any]]:
+    """As they must be for an engine without a model."""
+    return [
+        candidate(token, each.token) | {"top_logprobs": list(map(candidate, each.likeliest, each.values))}
+        for place, token in enumerate(tokens)
+        for each in [logprobs_at(token, place, likeliest)]
+    ]
+
+
+async def chat_logprobs(server: Server, body: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]], Any]]:
+    """For each choice its text, its entries, and the tokens of all, as OpenAI's client reads them.
+
+    A stream's and a whole answer's are equal.
+    """
+    whole = await server.client.chat.completions.create(**body)
+    stream = await server.client.chat.completions.create(
+        **body, stream=True, stream_options={"include_usage": True}
+    )
+    assert whole.usage is not None
+    texts, entries = [""] * len(whole.choices), [list[Any]() for _ in whole.choices]
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.logprobs is not None:
+                assert choice.logprobs.content and choice.logprobs.refusal is None
+                entries[choice.index] += choice.logprobs.content
+        if chunk.usage is not None:
+            assert chunk.usage == whole.usage
+    for each, text, streamed in zip(whole.choices, texts, entries, strict=True):
+        assert each.message.content == text
+        assert each.logprobs is not None and each.logprobs.content == streamed
+    dumped = [[entry.model_dump() for entry in each] for each in entries]
+    return [(text, each, whole.usage.completion_tokens) for text, each in zip(texts, dumped, strict=True)]
+
+
+@pytest.mark.parametrize("likeliest", [None, 0, 5])
+@pytest.mark.parametrize("engine", [MemoryEngine, Fast])
+async def test_log_probabilities_of_a_chat(
+    tokenizer: Tokenizer, engine: type[MemoryEngine], likeliest: int | None
+) -> None:
+    async with serving(tokenizer, engine()) as server:
+        asked: dict[str, Any] = {"n": 3, "seed": 3, "max_tokens": 20, "logprobs": True}
+        if likeliest is not None:
+            asked["top_logprobs"] = likeliest
+        for index, (text, entries, count) in enumerate(await chat_logprobs(server, CHAT | asked)):
+            tokens = text_of(ids(CHAT_PROMPT), 3 + index, 20)
+            assert entries == chat_entries(tokens, likeliest or 0)
+            assert b"".join(bytes(entry["bytes"]) for entry in entries) == text.encode()
+            assert count == 60
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_log_probabilities_unless_asked_for(tokenizer: Tokenizer, path: str, stream: bool) -> None:
+    body = (CHAT | {"logprobs": False} if "chat" in path else COMPLETION) | {"max_tokens": 4}
+    async with serving(tokenizer) as server:
+        answers = [(await server.http.post(path, json=body)).json()]
+        if stream:
+            *answers, _ = await events(server, path, body | {"stream": True})
+    assert [choice["logprobs"] for each in answers for choice in each["choices"]] == [None] * len(answers)
+    assert server.engine.requests[0].sampling.logprobs is None
+
+
+@pytest.mark.parametrize("likeliest", [0, 2, 4])
+async def test_log_probabilities_of_completions(tokenizer: Tokenizer, likeliest: int) -> None:
+    """The chosen token is the third likeliest, so it is one more where two are asked for."""
+    asked: dict[str, Any] = COMPLETION | {
+        "prompt": ["one", "two"],
+        "n": 2,
+        "seed": 7,
+        "max_tokens": 8,
+        "logprobs": likeliest,
+    }
+    async with serving(tokenizer, Fast()) as server:
+        whole = await server.client.completions.create(**asked, best_of=2)
+        joined: list[dict[str, list[Any]]] = [{} for _ in range(4)]
+        *chunks, _ = await events(server, "/v1/completions", asked | {"stream": True})
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            for name, values in (choice["logprobs"] or {}).items():
+                joined[choice["index"]].setdefault(name, []).extend(values)
+    for index, choice in enumerate(whole.choices):
+        tokens = text_of(ids(["one", "two"][index // 2]), 7 + index % 2, 8)
+        expected = [logprobs_at(token, place, likeliest) for place, token in enumerate(tokens)]
+        assert choice.logprobs is not None
+        assert joined[index] == choice.logprobs.model_dump()
+        assert choice.logprobs.tokens == list(choice.text)
+        assert choice.logprobs.text_offset == list(range(8))
+        assert choice.logprobs.token_logprobs == [each.token for each in expected]
+        for place, names in enumerate(choice.logprobs.top_logprobs or []):
+            of = candidate(tokens[place], expected[place].token)
+            assert names[of["token"]] == of["logprob"]
+            others = map(candidate, expected[place].likeliest, expected[place].values)
+            assert names.keys() == {of["token"], *(each["token"] for each in others)}
+            assert len(names) == (likeliest if likeliest > 2 else likeliest + 1)
+
+
+@pytest.mark.parametrize("engine", [MemoryEngine, Fast])
+async def test_log_probabilities_end_with_the_stop_string(
+    tokenizer: Tokenizer, engine: type[MemoryEngine]
+) -> None:
+    """Those of its tokens are told while the text is held back, and none of what came with it."""
+    tokens = text_of(ids(CHAT_PROMPT), 3, 100)
+    text = answer(CHAT_PROMPT, 3, 100)
+    async with serving(tokenizer, engine()) as server:
+        body = CHAT | {"seed": 3, "max_tokens": 100, "stop": [text[8:11]], "logprobs": True}
+        [(got, entries, count)] = await chat_logprobs(server, body | {"top_logprobs": 1})
+    length = text.index(text[8:11]) + 3
+    assert got == text[: length - 3]
+    assert entries == chat_entries(tokens[:length], 1)
+    assert count == length
+
+
+async def test_log_probabilities_count_the_stop_token(tokenizer: Tokenizer) -> None:
+    """It has an entry, though the text is without it."""
+    tokens = text_of(ids(CHAT_PROMPT), 3, 30)
+    stop = next(token for i, token in enumerate(tokens) if i >= 5 and token not in tokens[:i])
+    length = tokens.index(stop) + 1
+    async with serving(tokenizer, Fast()) as server:
+        [(text, entries, count)] = await chat_logprobs(
+            server,
+            CHAT | {"seed": 3, "max_tokens": 30, "logprobs": True, "extra_body": {"stop_token_ids": [stop]}},
+        )
+    assert text == answer(CHAT_PROMPT, 3, length - 1)
+    assert entries == chat_entries(tokens[:length], 0)
+    assert count == length
+
+
+async def test_log_probabilities_of_parts_of_characters(tokenizer: Tokenizer) -> None:
+    """Each is told with its own byte as it comes, and where its character begins."""
+    text = "aé🎉b"
+    script = [BYTES.index(byte) for byte in text.encode()]
+
+    class Scripted(MemoryEngine):
+        def token(self, request: Request, position: int) -> int:
+            return script[position]
+
+    async with serving(tokenizer, Scripted()) as server:
+        asked: dict[str, Any] = {"max_tokens": len(script), "logprobs": True, "top_logprobs": 1}
+        [(got, entries, _)] = await chat_logprobs(server, CHAT | asked)
+        asked = COMPLETION | {"max_tokens": len(script), "logprobs": 0}
+        legacy = (await server.client.completions.create(**asked)).choices[0].logprobs
+    assert got == text
+    assert entries == chat_entries(script, 1)
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == text
+    assert legacy is not None and legacy.text_offset == [0, 1, 1, 2, 2, 2, 2, 3]
+
+
+async def test_log_probabilities_of_a_stream_go_on_elsewhere(tokenizer: Tokenizer) -> None:
+    """Also when its first replica breaks."""
+
+    class Breaking(MemoryEngine):
+        steps = 0
+
+        def step(self) -> None:
+            super().step()
+            self.steps += 1
+            if self.steps == 5:
+                self.fail("broken")
+
+    engine = Breaking()
+    async with serving(tokenizer) as server:
+        breaking, other = Executor(engine, "r0", "demo").run, server.dispatcher._submit
+
+        async def submit(submission: Submission) -> Refusal | None:
+            return await (other if submission.attempt else breaking)(submission)
+
+        server.dispatcher._submit = submit
+        stepping = asyncio.create_task(engine.run())
+        body = CHAT | {"n": 2, "seed": 3, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+        *chunks, _ = await events(server, "/v1/chat/completions", body | {"stream": True})
+        stepping.cancel()
+    assert server.engine.requests
+    for index in range(2):
+        choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        entries = [each for choice in choices if choice["logprobs"] for each in choice["logprobs"]["content"]]
+        assert entries == chat_entries(text_of(ids(CHAT_PROMPT), 3 + index, 12), 2)
 
 
 async def test_a_short_text_does_not_wait_until_long_ones_are_tokenized(

@@ -24,10 +24,10 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
+from deployments.api_error import ApiError
 from deployments.protocol import (
     MAX_BODY_BYTES,
     MAX_CHOICES,
-    ApiError,
     ChatRequest,
     CompletionRequest,
     Message,
@@ -332,6 +332,31 @@ def test_two_names_of_one_limit() -> None:
     accepted(CHAT | {"max_tokens": 5, "max_completion_tokens": 5}, ChatRequest)
     error = refused(CHAT | {"max_tokens": 5, "max_completion_tokens": 6}, ChatRequest)
     assert error.param == "max_tokens"
+
+
+def test_log_probabilities() -> None:
+    """A chat asks for those of the chosen tokens first, and may then ask for others."""
+    cases: list[tuple[dict[str, Any], int | None]] = [
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ]
+    for fields, expected in cases:
+        assert accepted(CHAT | fields, ChatRequest).num_logprobs == expected
+    for fields in ({"top_logprobs": 1}, {"top_logprobs": 1, "logprobs": False}):
+        error = refused(CHAT | fields, ChatRequest)
+        assert (error.param, error.code) == ("top_logprobs", "invalid_value")
+    assert refused(CHAT | {"logprobs": True, "top_logprobs": 21}, ChatRequest).param == "top_logprobs"
+    assert accepted(COMPLETION, CompletionRequest).num_logprobs is None
+    assert accepted(COMPLETION | {"logprobs": 0}, CompletionRequest).num_logprobs == 0
+
+
+@both
+def test_log_probabilities_of_prompts_are_unknown(kind: Kind) -> None:
+    error = refused(BASES[kind] | {"prompt_logprobs": 1}, kind)
+    assert (error.param, error.code) == ("prompt_logprobs", "unknown_parameter")
 
 
 def test_best_of_those_that_are_returned() -> None:

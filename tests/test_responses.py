@@ -12,7 +12,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from deployments.protocol import ApiError
+from deployments.api_error import ApiError
 from deployments.responses import (
     DONE,
     FinishedChoice,
@@ -25,7 +25,8 @@ from deployments.responses import (
     model_list,
     stop_reason,
 )
-from engine.request import FinishReason
+from deployments.token_logprobs import LogprobsReader, TokenLogprobs
+from engine.request import FinishReason, Logprobs
 
 TEXT = st.text(st.characters(codec="utf-8"))
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=3)
@@ -47,6 +48,12 @@ def nothing_unknown(model: BaseModel) -> None:
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, BaseModel):
                 nothing_unknown(inner)
+
+
+def logprobs(values: list[list[float]]) -> list[TokenLogprobs]:
+    """Of tokens that are parts of characters, with these values of the likeliest."""
+    reader = LogprobsReader(lambda token: bytes([0xE4 + token]), [])
+    return reader.read([0] * len(values), [Logprobs(-1, list(range(len(each))), each) for each in values])
 
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=3))
@@ -106,6 +113,49 @@ def test_a_streamed_completion(texts: list[str]) -> None:
         nothing_unknown(chunk)
     assert "".join(chunk.choices[0].text for chunk in chunks) == "".join(texts)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+@given(values=st.lists(st.lists(st.floats(-9999, 0), max_size=4), min_size=1, max_size=3), text=TEXT)
+def test_log_probabilities(values: list[list[float]], text: str) -> None:
+    """The same in a stream and in a whole answer, where a token brings no text, too."""
+    tokens = logprobs(values)
+    choice = FinishedChoice(text, "stop", None, tokens)
+
+    body = WholeAnswer("demo", chat=True).body([choice, FinishedChoice(text, "stop")], USAGE)
+    whole = ChatCompletion.model_validate_json(body)
+    nothing_unknown(whole)
+    assert whole.choices[1].logprobs is None
+    assert whole.choices[0].logprobs is not None
+    entries = whole.choices[0].logprobs.content
+    assert entries is not None
+    assert [(entry.token, entry.logprob) for entry in entries] == [("\ufffd", -1)] * len(values)
+    assert [[each.logprob for each in entry.top_logprobs] for entry in entries] == values
+    chunk = ChatCompletionChunk.model_validate(
+        data(StreamedAnswer("demo", True, True, 1).delta(0, text, tokens))
+    )
+    nothing_unknown(chunk)
+    [streamed] = chunk.choices
+    assert streamed.logprobs is not None and streamed.delta.content == text
+    assert streamed.logprobs.content == entries
+
+    body = WholeAnswer("demo", chat=False).body([choice], USAGE)
+    completion = Completion.model_validate_json(body)
+    nothing_unknown(completion)
+    legacy = completion.choices[0].logprobs
+    assert legacy is not None
+    assert legacy.tokens == ["\ufffd"] * len(values)
+    assert legacy.token_logprobs == [-1] * len(values)
+    streamed_event = data(StreamedAnswer("demo", False, False, 1).delta(0, text, tokens))
+    assert streamed_event["choices"][0]["text"] == text
+    assert Completion.construct(**streamed_event).choices[0].logprobs == legacy
+
+
+def test_without_log_probabilities_each_event_says_so() -> None:
+    for chat in (True, False):
+        answer = StreamedAnswer("demo", chat, False, 1)
+        for event in (answer.start(0), answer.delta(0, "a"), answer.finish(0, "stop")):
+            assert not event or data(event)["choices"][0]["logprobs"] is None
+        assert answer.delta(0, "", []) == b""
 
 
 @pytest.mark.parametrize("chat", [True, False])

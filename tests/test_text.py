@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments import demo_model
-from deployments.protocol import ApiError, ChatRequest, CompletionRequest, parse
+from deployments.api_error import ApiError
+from deployments.protocol import ChatRequest, CompletionRequest, parse
 from deployments.text import Tokenizer
 from engine.request import SamplingParams
 from tests.small_tokenizers import KINDS, save, wrapped
@@ -285,6 +286,18 @@ def test_what_is_given_is_asked_of_the_engine(one: Tokenizer) -> None:
         repetition_penalty=1.5,
         logit_bias=((3, -100), (0, 2.5)),
     )
+
+
+def test_log_probabilities_are_asked_of_the_engine(one: Tokenizer) -> None:
+    turns = [{"role": "user", "content": "a"}]
+    cases: list[tuple[ChatRequest | CompletionRequest, int | None]] = [
+        (completion("a"), None),
+        (completion("a", logprobs=3, n=2), 3),
+        (chat(turns, logprobs=True), 0),
+        (chat(turns, logprobs=True, top_logprobs=4), 4),
+    ]
+    for request, expected in cases:
+        assert {sampling.logprobs for sampling in one.sampling(request, 1)} == {expected}
 
 
 def test_null_and_minus_one_are_defaults(one: Tokenizer) -> None:
