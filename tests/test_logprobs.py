@@ -151,6 +151,16 @@ def test_after_captured_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> No
         check_toy(each, tokens[each], logprobs[each])
 
 
+def test_a_chunk_that_samples_nothing_is_not_scored() -> None:
+    scheduler = new_scheduler()
+    scheduler.max_tokens_per_step = 4
+    scheduler.add(Request("a", [1] * 10, SamplingParams(max_tokens=3, logprobs=2)))
+    scheduler.add(Request("b", [2], SamplingParams(max_tokens=1, logprobs=5)))
+    plans = [plan for _ in range(5) if (plan := scheduler.schedule()) is not None]
+    assert [(plan.scored.tolist(), plan.likeliest) for plan in plans[:2]] == [([], 0)] * 2
+    assert [(plan.scored.tolist(), plan.likeliest) for plan in plans[2:4]] == [([0, 1], 5), ([0], 2)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_on_lanes_with_delays(seed: int) -> None:
     lanes = delayed_lanes(seed)
