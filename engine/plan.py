@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import MAX_LOGPROBS, Logprobs
+from engine.request import MAX_LOGPROBS, Logprobs, Output, Request
 
 # One record per token of the step. Every field is 4 bytes, so that a device sees the array as an
 # int32 matrix [tokens, len(TOKEN.names)] and takes columns of it.
@@ -113,9 +114,21 @@ class Scores(NamedTuple):
     values: npt.NDArray[np.float32]
     """Theirs, natural logarithms."""
 
-    def by_place(self) -> dict[int, Logprobs]:
+    def told(self, outputs: list[Output], requests: list[Request]) -> list[Output]:
+        """The outputs of the step, each with what its request wants of them; `requests` are the plan's."""
         rows = zip(self.places.tolist(), self.ids.tolist(), self.values.tolist(), strict=True)
-        return {place: Logprobs(values[0], ids[1:], values[1:]) for place, ids, values in rows}
+        found = {requests[place]: (ids, values) for place, ids, values in rows}
+        return [
+            _with_logprobs(output, *found[output.request]) if output.request in found else output
+            for output in outputs
+        ]
+
+
+def _with_logprobs(output: Output, ids: list[int], values: list[float]) -> Output:
+    most = output.request.sampling.logprobs
+    assert most is not None
+    ids, values = ids[: most + 1], values[: most + 1]  # others of the step may want more
+    return msgspec.structs.replace(output, logprobs=(Logprobs(values[0], ids[1:], values[1:]),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,8 @@ from engine.plan import SCRATCH_ROW, TOKEN, History, StepPlan
 from engine.request import Request
 from engine.rows import Int32s, Rows
 
+NOTHING = np.empty(0, np.int32)
+
 
 def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: int) -> StepPlan:
     """The plan for the next `lengths` tokens of each of `rows`, of which the first `num_decodes` decode.
@@ -41,7 +43,10 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
     sequences["sample_position"] = ends
     sequences["row"][~samples] = SCRATCH_ROW
     sequences["penalty_row"][~samples] = SCRATCH_ROW
-    wanted = np.where(samples, r.logprobs[rows], -1)
+    scored, likeliest = NOTHING, 0
+    if r.num_scored:
+        wanted = np.where(samples, r.logprobs[rows], -1)
+        scored, likeliest = np.flatnonzero(wanted >= 0).astype(np.int32), max(int(wanted.max()), 0)
     return StepPlan(
         step=step,
         tokens=tokens,
@@ -52,8 +57,8 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         filtered=bool(r.filtered[rows].any()),
         penalised=bool(sequences["penalty_row"].any()),
         histories=tuple(_history(r.requests[row]) for row in rows[r.uncounted[rows]].tolist()),
-        scored=np.flatnonzero(wanted >= 0).astype(np.int32),
-        likeliest=max(int(wanted.max()), 0),
+        scored=scored,
+        likeliest=likeliest,
     )
 
 

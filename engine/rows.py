@@ -50,6 +50,8 @@ class Rows:
         """Whether it has penalties or biases, and no step has brought the device its tokens."""
         self.logprobs = np.full(n, -1, np.int32)
         """How many of the likeliest tokens' log-probabilities it wants beside its own; -1: not even that."""
+        self.num_scored = 0
+        """Rows that want any."""
         self._free = list(range(n - 1, SCRATCH_ROW, -1))
 
     @property
@@ -94,6 +96,7 @@ class Rows:
         self.filtered[row] = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         self.uncounted[row] = sampling.penalised
         self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_scored += sampling.logprobs is not None
         request.row = row
         return row
 
@@ -113,6 +116,7 @@ class Rows:
         if request is None:
             raise ValueError(f"row {row} has no owner")
         self.requests[row] = None
+        self.num_scored -= request.sampling.logprobs is not None
         request.row = SCRATCH_ROW
         self.generation[row] += 1  # results of steps still in flight no longer match
         self._free.append(row)

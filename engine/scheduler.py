@@ -12,7 +12,6 @@ from bisect import insort
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,7 +20,7 @@ from engine.kv_cache import CacheCounts, KVCache
 from engine.plan import SCRATCH_ROW, StepPlan, StepResult
 from engine.planning import make_plan
 from engine.queue import OUTPUT_WEIGHT, Deadlines, WaitingQueue
-from engine.request import FinishReason, Logprobs, Output, Request, State
+from engine.request import FinishReason, Output, Request, State
 from engine.rows import Int32s, Rows
 
 
@@ -296,15 +295,14 @@ class Scheduler:
         r.in_flight[rows] -= 1
         r.last_token[rows] = tokens
         outputs: list[Output] = []
-        scores = {} if result.scores is None else result.scores.by_place()
         for i, token in zip(np.flatnonzero(took).tolist(), tokens.tolist(), strict=True):
-            outputs.append(self._append(step.requests[i], token, scores.get(i)))
+            outputs.append(self._append(step.requests[i], token))
         for i in np.flatnonzero(step.samples & ~alive).tolist():
             request = step.requests[i]
             if request.state is State.WAITING and request.late:  # preempted meanwhile
                 request.late -= 1
                 self.waiting.num_tokens += 1
-                outputs.append(self._append(request, int(result.tokens[i]), scores.get(i)))
+                outputs.append(self._append(request, int(result.tokens[i])))
             else:
                 self.counters.wasted_tokens += 1
         self.counters.output_tokens += len(outputs)
@@ -316,9 +314,9 @@ class Scheduler:
         for output in outputs:
             if output.finish_reason is not None:
                 self._release(output.request, output.finish_reason)
-        return outputs
+        return outputs if result.scores is None else result.scores.told(outputs, step.requests)
 
-    def _append(self, request: Request, token: int, score: Logprobs | None) -> Output:
+    def _append(self, request: Request, token: int) -> Output:
         n, sampling = request.num_tokens, request.sampling
         request.tokens[n] = token
         request.num_tokens = n + 1
@@ -328,12 +326,7 @@ class Scheduler:
             reason = FinishReason.STOP
         elif n + 1 == request.limit:
             reason = FinishReason.LENGTH
-        output = Output(request, n - len(request.prompt), (token,), reason)
-        if score is None:
-            return output
-        m = sampling.logprobs  # of the same step, others may want more
-        own = Logprobs(score.token, score.likeliest[:m], score.values[:m])
-        return msgspec.structs.replace(output, logprobs=(own,))
+        return Output(request, n - len(request.prompt), (token,), reason)
 
     def _register(self, request: Request, full: int) -> None:
         """Offer the first `full` blocks of a running request to the prefix cache: they are planned."""
