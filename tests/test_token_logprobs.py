@@ -7,7 +7,7 @@ from math import inf, nan
 from typing import Any
 
 import msgspec
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.token_logprobs import LogprobsReader, chat_logprobs, completion_logprobs
@@ -27,6 +27,7 @@ def sent(body: dict[str, Any]) -> Any:
     prompt=st.integers(0, 5),
     calls=st.lists(st.integers(1, 3), max_size=30),
 )
+@example(text="🎉b", cuts=[1, 2, 3, 4], prompt=1, calls=[])
 def test_offsets_are_those_of_characters(text: str, cuts: list[int], prompt: int, calls: list[int]) -> None:
     """However the text is cut into tokens, and these into calls; a prompt may end within a character, too."""
     data = text.encode()
@@ -37,9 +38,8 @@ def test_offsets_are_those_of_characters(text: str, cuts: list[int], prompt: int
     reader = LogprobsReader(pieces.__getitem__, before)
     read = []
     while tokens:
-        count = calls.pop() if calls else 1
-        read += reader.read(tokens[:count], values[: len(tokens[:count])])
-        tokens = tokens[count:]
+        now, tokens = tokens[: (count := calls.pop() if calls else 1)], tokens[count:]
+        read += reader.read(now, values[: len(now)])
 
     def characters(end: int) -> int:
         return len(b"".join(pieces[:end]).decode(errors="ignore"))
