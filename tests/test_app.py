@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
@@ -168,6 +169,27 @@ async def test_usage_counts_the_tokens(app: App) -> None:
     assert usages[-1].completion_tokens == 7
     assert usages[-1].prompt_tokens == whole.usage.prompt_tokens
     assert not any(usages[:-1])
+
+
+async def test_it_tells_how_likely_its_tokens_were(app: App) -> None:
+    options = {"max_tokens": 40, "logprobs": True, "top_logprobs": 20}
+    whole = await app.ask("What is the capital of France?", **options)
+    [choice], entries = whole.choices, whole.choices[0].logprobs.content
+    assert choice.finish_reason == "stop"  # and its own end is the last of them, without a text
+    assert len(entries) == whole.usage.completion_tokens
+    assert b"".join(bytes(entry.bytes) for entry in entries) == choice.message.content.encode()
+    for entry in entries:
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
+        values = [each.logprob for each in entry.top_logprobs]
+        assert values == sorted(values, reverse=True) and len(values) == 20
+        assert 0 < sum(map(math.exp, values)) < 1 + 1e-5
+    stream = await app.ask("What is the capital of France?", stream=True, **options)
+    told = [chunk.choices[0].logprobs.content async for chunk in stream if chunk.choices[0].logprobs]
+    streamed = [entry for content in told for entry in content]
+    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in entries]
+    assert [entry.logprob for entry in streamed] == pytest.approx(
+        [entry.logprob for entry in entries], abs=1e-3
+    )
 
 
 async def test_32_chats_at_once_say_what_each_says_alone(app: App) -> None:
