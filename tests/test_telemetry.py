@@ -95,7 +95,8 @@ async def test_every_sequence_ends_in_exactly_one_reason(tokenizer: Tokenizer) -
         histograms = observed.record.histograms
         assert len(histograms[m.TIME_TO_FIRST_TOKEN]) == 4
         assert len(histograms[m.REQUEST_SECONDS]) == 4
-        assert sorted(histograms[m.OUTPUT_LENGTH])[:3] == [5, 5, 5]
+        *whole_ones, stopped = histograms[m.OUTPUT_LENGTH]
+        assert whole_ones == [5, 5, 5] and 4 <= stopped < 40  # some may be on their way when it is found
         assert histograms[m.PROMPT_LENGTH] == [2] * 5
         first, whole = max(histograms[m.TIME_TO_FIRST_TOKEN]), max(histograms[m.REQUEST_SECONDS])
         assert 0 < first <= whole
