@@ -97,6 +97,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Tell the log-probability of each token, and of so many of the likeliest in its place. They are the
     model's own: before biases, penalties, temperature and filters. None: nothing of it."""
+    grammar: str | None = None
+    """What the text has to be, as llguidance writes it down: `LLMatcher.grammar_from_json_schema`, say."""
 
     @property
     def penalised(self) -> bool:
@@ -141,6 +143,7 @@ class SamplingParams:
             "logprobs",
             f"an integer from 0 to {MAX_LOGPROBS}",
         )
+        check(self.grammar is None or isinstance(self.grammar, str), "grammar", "a string")
 
 
 @dataclass(slots=True, eq=False)
