@@ -110,6 +110,7 @@ class Api:
         self._model = model
         self._tokenizer = tokenizer
         self._tokenizing = ThreadPoolExecutor(tokenizer.threads, "tokenizer")  # while the loop goes on
+        self._compiling = ThreadPoolExecutor(2, "grammar")  # grammars that take long leave prompts alone
         self._dispatcher = dispatcher
         self._check_health = check_health
         self._keys = keys
@@ -187,9 +188,12 @@ class Api:
                 param="prompt" if len(prompts) > self._max_sequences else "n",
                 code="invalid_value",
             )
+        constraint, grammar = request.constraint, None
+        if constraint is not None:
+            grammar = await loop.run_in_executor(self._compiling, constraint.grammar)
         answering = Answering(
             self._dispatcher,
-            [(prompt, self._tokenizer.sampling(request, len(prompt))) for prompt in prompts],
+            [(prompt, self._tokenizer.sampling(request, len(prompt), grammar)) for prompt in prompts],
             self._tokenizer.token_bytes,
             request.stop_strings,
             SchedulingParams(
@@ -213,7 +217,7 @@ class Api:
             streams = True
             return EventStream(_events(answer, answering, first), answering.close)
         except Refused as error:
-            raise _api_error(error.refusal, chat) from None
+            raise _api_error(error.refusal, chat, constraint.field if constraint else None) from None
         finally:
             if not streams:
                 answering.close()
@@ -253,10 +257,12 @@ async def _events(answer: StreamedAnswer, answering: Answering, news: list[Delta
         yield error_event(_api_error(error.refusal, answer.chat))
 
 
-def _api_error(refusal: Refusal, chat: bool) -> ApiError:
+def _api_error(refusal: Refusal, chat: bool, constraint: str | None = None) -> ApiError:
+    """`constraint`: the field that a grammar comes from."""
     match refusal.reason:
         case "invalid":
             field = "messages" if chat and refusal.field == "prompt" else refusal.field
+            field = constraint if field == "grammar" else field
             return ApiError(400, refusal.message, param=field, code="invalid_value")
         case "full":
             wait = {} if refusal.retry_after is None else {"Retry-After": str(ceil(refusal.retry_after))}

@@ -10,20 +10,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import msgspec
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from deployments.api_error import ApiError
+from deployments.constraint import ResponseFormat, StructuredOutputs
+from deployments.wire import Wire, only, refusal
 from engine.request import MAX_BIASES, MAX_LOGPROBS
 
 MAX_BODY_BYTES = 8 << 20
@@ -34,21 +33,6 @@ MAX_MESSAGES = 2048
 MAX_STOP = 32
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-
-
-def _only(*neutral: Any) -> AfterValidator:
-    """For a field that is known but not served: null and these values, which change nothing."""
-
-    def check(value: Any) -> Any:
-        # True == 1 in Python, not on the wire.
-        if value is None or any(type(value) is type(each) and value == each for each in neutral):
-            return value
-        allowed = " or ".join(msgspec.json.encode(each).decode() for each in (None, *neutral))
-        raise PydanticCustomError(
-            "unsupported_parameter", "this server supports only {allowed} here", {"allowed": allowed}
-        )
-
-    return AfterValidator(check)
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...] | None:
@@ -70,26 +54,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...] | None:
     return tuple((int(token), bias) for token, bias in value.items())
 
 
-class _Wire(BaseModel):
-    """Base of what comes from outside: no coercion, no NaN, no unknown names.
-
-    Unknown names are found here and not by pydantic's `extra="forbid"`, which would make one error for
-    each of a million of them; lists stop at their first error for the same reason.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_unknown_names(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name in data:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError("unknown_parameter", "unknown field", {"name": name[:100]})
-        return data
-
-
-class TextPart(_Wire):
+class TextPart(Wire):
     """One text of several in a message."""
 
     type: Literal["text"]
@@ -98,7 +63,7 @@ class TextPart(_Wire):
 
     @model_validator(mode="before")
     @classmethod
-    def _text_only(cls, data: Any) -> Any:
+    def _textonly(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "text":
             raise PydanticCustomError(
                 "unsupported_value",
@@ -112,7 +77,7 @@ def _one_or_list(value: Any) -> str:
     return "<list>" if isinstance(value, list) else "<one>"
 
 
-class Message(_Wire):
+class Message(Wire):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -124,12 +89,12 @@ class Message(_Wire):
     name: str | None = None
     tool_call_id: str | None = None
     # What an assistant's message carries when a client sends it back as it came.
-    tool_calls: Annotated[Any, _only([])] = None
-    annotations: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only()] = None
-    audio: Annotated[Any, _only()] = None
-    refusal: Annotated[Any, _only()] = None
-    reasoning_content: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, only([])] = None
+    annotations: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only()] = None
+    audio: Annotated[Any, only()] = None
+    refusal: Annotated[Any, only()] = None
+    reasoning_content: Annotated[Any, only()] = None
 
     @property
     def text(self) -> str:
@@ -139,7 +104,7 @@ class Message(_Wire):
         )
 
 
-class StreamOptions(_Wire):
+class StreamOptions(Wire):
     include_usage: bool | None = None
     include_obfuscation: Any = None
 
@@ -150,7 +115,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-class GenerationRequest(_Wire):
+class GenerationRequest(Wire):
     """What both kinds of request have in common. None is 'as the model or the API has it by default'."""
 
     model: str
@@ -186,10 +151,13 @@ class GenerationRequest(_Wire):
     # Who asks, for fair shares: OpenAI's older and its newer name.
     user: Annotated[str, Field(max_length=1024)] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
+    # What the text has to be: OpenAI's and vLLM's.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Known, not served.
-    min_tokens: Annotated[Any, _only(0)] = None
-    skip_special_tokens: Annotated[Any, _only(True)] = None
-    include_stop_str_in_output: Annotated[Any, _only(False)] = None
+    min_tokens: Annotated[Any, only(0)] = None
+    skip_special_tokens: Annotated[Any, only(True)] = None
+    include_stop_str_in_output: Annotated[Any, only(False)] = None
     # Without effect on the text.
     store: Any = None
     metadata: Any = None
@@ -205,6 +173,23 @@ class GenerationRequest(_Wire):
                 "invalid_value", "it needs 'stream' to be true", {"name": "stream_options"}
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> Self:
+        if self.structured_outputs is not None and self.constraint is not self.structured_outputs:
+            raise PydanticCustomError(
+                "invalid_value",
+                "'response_format' constrains the text already",
+                {"name": "structured_outputs"},
+            )
+        return self
+
+    @property
+    def constraint(self) -> ResponseFormat | StructuredOutputs | None:
+        """What the text has to be, where it may not be anything."""
+        if self.response_format is not None and self.response_format.type != "text":
+            return self.response_format
+        return self.structured_outputs
 
     @property
     def choices(self) -> int:
@@ -229,17 +214,16 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     # Known, not served.
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none")] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none")] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    reasoning_effort: Annotated[Any, _only("none")] = None
-    verbosity: Annotated[Any, _only("medium")] = None
-    web_search_options: Annotated[Any, _only()] = None
-    moderation: Annotated[Any, _only()] = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none")] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    reasoning_effort: Annotated[Any, only("none")] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    web_search_options: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
     # Without effect on the text.
     parallel_tool_calls: Any = None
     prediction: Any = None
@@ -294,8 +278,8 @@ class CompletionRequest(GenerationRequest):
     logprobs: NumLogprobs | None = None
     # Known, not served.
     best_of: int | None = None
-    suffix: Annotated[Any, _only("")] = None
-    echo: Annotated[Any, _only(False)] = None
+    suffix: Annotated[Any, only("")] = None
+    echo: Annotated[Any, only(False)] = None
 
     @model_validator(mode="after")
     def _choices(self) -> Self:
@@ -342,24 +326,4 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False)[0]) from None
-
-
-_CODES = {
-    "missing": "missing_required_parameter",
-    "unknown_parameter": "unknown_parameter",
-    "unsupported_parameter": "unsupported_parameter",
-    "unsupported_value": "unsupported_value",
-}
-
-
-def _refusal(error: ErrorDetails) -> ApiError:
-    param = ""
-    for step in (*error["loc"], error.get("ctx", {}).get("name")):
-        if isinstance(step, int):
-            param += f"[{step}]"
-        elif step is not None and not step.startswith("<"):  # those are tags of unions
-            param += f".{step}" if param else step
-    kind = error["type"]
-    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return ApiError(400, f"Invalid value for '{param}': {error['msg']}.", param=param, code=code)
+        raise refusal(error) from None

@@ -70,8 +70,12 @@ class Tokenizer:
             return [self._ids(prompts[0], "prompt")]
         return [self._ids(prompt, f"prompt[{index}]") for index, prompt in enumerate(prompts)]
 
-    def sampling(self, request: ChatRequest | CompletionRequest, num_prompt: int) -> list[SamplingParams]:
+    def sampling(
+        self, request: ChatRequest | CompletionRequest, num_prompt: int, grammar: str | None = None
+    ) -> list[SamplingParams]:
         """What to ask of the engine for each of the `n` answers to a prompt of `num_prompt` tokens.
+
+        `grammar`: of the request's `constraint`, which takes long enough to be found once, and elsewhere.
 
         What a request leaves open is as the checkpoint's generation config has it, then as OpenAI's API.
         A seed is drawn where none is given; the answers of one request have consecutive seeds.
@@ -100,6 +104,7 @@ class Tokenizer:
                 ignore_eos=bool(request.ignore_eos),
                 logit_bias=logit_bias,
                 logprobs=request.num_logprobs,
+                grammar=grammar,
                 **values,
             )
             for index in range(request.choices)

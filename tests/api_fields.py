@@ -53,6 +53,34 @@ VALUES: list[tuple[str, list[Any], list[Any]]] = [
     ("safety_identifier", ["somebody", None], [3, [], "a" * 1025]),
     ("ignore_eos", [True, False, None], [1, "yes"]),
     ("stream_options", [None], [{}, {"include_usage": True}, 3]),
+    (
+        "response_format",
+        [
+            {"type": "text"},
+            {"type": "json_object", "json_schema": None},
+            {"type": "json_schema", "json_schema": {"name": "a"}},
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "A-b_9" * 12, "schema": {}, "strict": True, "description": "b"},
+            },
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": None, "strict": None}},
+            None,
+        ],
+        ["text", [], 3, True],
+    ),
+    (
+        "structured_outputs",
+        [
+            {"json": {"type": "integer"}, "regex": None},
+            {"json": '{"type": "integer"}'},
+            {"regex": "a+"},
+            {"choice": ["a", "", "a"]},
+            {"grammar": 'start: "a"'},
+            {"json_object": True, "disable_any_whitespace": False, "structural_tag": None},
+            None,
+        ],
+        [{}, {"regex": None}, {"regex": "a", "choice": ["b"]}, {"json": {}, "json_object": True}, "a", [], 3],
+    ),
 ]
 MORE_VALUES: list[tuple[Kind, str, list[Any], list[Any]]] = [
     (ChatRequest, "max_completion_tokens", [1, 10**9, None], [0, -1, 1.0, True, "1"]),
@@ -77,7 +105,6 @@ MORE_NEUTRAL: list[tuple[Kind, str, list[Any], list[Any]]] = [
     (ChatRequest, "tool_choice", ["none", None], ["auto", "required", {"type": "function"}]),
     (ChatRequest, "functions", [[], None], [[{"name": "f"}]]),
     (ChatRequest, "function_call", ["none", None], ["auto", {"name": "f"}]),
-    (ChatRequest, "response_format", [{"type": "text"}, None], [{"type": "json_object"}, {}]),
     (ChatRequest, "modalities", [["text"], None], [["text", "audio"], []]),
     (ChatRequest, "audio", [None], [{"voice": "alloy", "format": "wav"}]),
     (ChatRequest, "reasoning_effort", ["none", None], ["low", "high"]),

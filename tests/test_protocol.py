@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types import completion_create_params
+from openai.types import completion_create_params, shared_params
 from openai.types.chat import (
     ChatCompletionAssistantMessageParam,
     ChatCompletionContentPartTextParam,
@@ -22,9 +22,11 @@ from openai.types.chat import (
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_create_params
-from pydantic import BaseModel, ValidationError
+from openai.types.shared_params import response_format_json_schema
+from pydantic import ValidationError
 
 from deployments.api_error import ApiError
+from deployments.constraint import JsonSchema, ResponseFormat
 from deployments.protocol import (
     MAX_BODY_BYTES,
     MAX_CHOICES,
@@ -35,6 +37,7 @@ from deployments.protocol import (
     TextPart,
     parse,
 )
+from deployments.wire import Wire
 from tests.api_fields import CASES, HARMLESS, KINDS, UNSERVED, USER, Kind
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [USER]}
@@ -171,6 +174,10 @@ def test_a_thousand_mistakes_make_few_errors(kind: Kind, fields: dict[str, Any])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
+        (ResponseFormat, shared_params.ResponseFormatText),
+        (ResponseFormat, shared_params.ResponseFormatJSONObject),
+        (ResponseFormat, shared_params.ResponseFormatJSONSchema),
+        (JsonSchema, response_format_json_schema.JSONSchema),
         (ChatRequest, chat_create_params.CompletionCreateParamsBase),
         (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
         (StreamOptions, ChatCompletionStreamOptionsParam),
@@ -182,9 +189,9 @@ def test_a_thousand_mistakes_make_few_errors(kind: Kind, fields: dict[str, Any])
         (Message, ChatCompletionToolMessageParam),
     ],
 )
-def test_every_field_of_openais_client_is_known(ours: type[BaseModel], theirs: type) -> None:
+def test_every_field_of_openais_client_is_known(ours: type[Wire], theirs: type) -> None:
     """Decided on one by one, that is; which way is in the tests below."""
-    assert typing.get_type_hints(theirs).keys() <= ours.model_fields.keys()
+    assert typing.get_type_hints(theirs).keys() <= ours.names()
 
 
 # Values
@@ -357,6 +364,88 @@ def test_log_probabilities() -> None:
 def test_log_probabilities_of_prompts_are_unknown(kind: Kind) -> None:
     error = refused(BASES[kind] | {"prompt_logprobs": 1}, kind)
     assert (error.param, error.code) == ("prompt_logprobs", "unknown_parameter")
+
+
+def json_schema(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": fields}
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "code"),
+    [
+        ({}, ".type", "missing_required_parameter"),
+        ({"type": "xml"}, ".type", "invalid_value"),
+        ({"type": "structural_tag"}, ".type", "invalid_value"),
+        ({"type": "text", "schema": {}}, ".schema", "unknown_parameter"),
+        ({"type": "text", "json_schema": {"name": "a"}}, ".json_schema", "invalid_value"),
+        ({"type": "json_schema"}, ".json_schema", "missing_required_parameter"),
+        ({"type": "json_schema", "json_schema": {}}, ".json_schema.name", "missing_required_parameter"),
+        *(
+            (json_schema(name=name), ".json_schema.name", "invalid_value")
+            for name in ("", "a b", "é", "a\n", "a" * 65)
+        ),
+        (json_schema(name="a", schema="{}"), ".json_schema.schema", "invalid_type"),
+        (json_schema(name="a", schema=True), ".json_schema.schema", "invalid_type"),
+        (json_schema(name="a", strict=1), ".json_schema.strict", "invalid_type"),
+        (json_schema(name="a", description=1), ".json_schema.description", "invalid_type"),
+        (json_schema(name="a", schema_={}), ".json_schema.schema_", "unknown_parameter"),
+    ],
+)
+@both
+def test_response_formats(kind: Kind, value: Any, param: str, code: str) -> None:
+    error = refused(BASES[kind] | {"response_format": value}, kind)
+    assert (error.status, error.param, error.code) == (400, f"response_format{param}", code)
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "code"),
+    [
+        ({"json": 3}, ".json", "invalid_type"),
+        ({"json": [1]}, ".json", "invalid_type"),
+        ({"regex": 3}, ".regex", "invalid_type"),
+        ({"choice": "a"}, ".choice", "invalid_type"),
+        ({"choice": []}, ".choice", "invalid_value"),
+        ({"choice": ["a", 3]}, ".choice[1]", "invalid_type"),
+        ({"grammar": {}}, ".grammar", "invalid_type"),
+        ({"json_object": False}, ".json_object", "unsupported_parameter"),
+        ({"json_object": 1}, ".json_object", "unsupported_parameter"),
+        ({"structural_tag": "{}"}, ".structural_tag", "unsupported_parameter"),
+        ({"whitespace_pattern": " "}, ".whitespace_pattern", "unsupported_parameter"),
+        ({"disable_any_whitespace": True}, ".disable_any_whitespace", "unsupported_parameter"),
+        ({"disable_additional_properties": True}, ".disable_additional_properties", "unsupported_parameter"),
+        ({"regexp": "a"}, ".regexp", "unknown_parameter"),
+        ({"json_": {}}, ".json_", "unknown_parameter"),
+    ],
+)
+@both
+def test_structured_outputs(kind: Kind, value: Any, param: str, code: str) -> None:
+    error = refused(BASES[kind] | {"structured_outputs": value}, kind)
+    assert (error.status, error.param, error.code) == (400, f"structured_outputs{param}", code)
+
+
+@both
+def test_one_constraint_at_most(kind: Kind) -> None:
+    """And none is None, so that nothing is paid for it."""
+    outputs, anything, an_object = {"regex": "a"}, {"type": "text"}, {"type": "json_object"}
+    nothing: list[dict[str, Any]] = [
+        {},
+        {"response_format": anything},
+        {"response_format": None, "structured_outputs": None},
+    ]
+    for fields in nothing:
+        assert accepted(BASES[kind] | fields, kind).constraint is None
+    request = accepted(BASES[kind] | {"response_format": an_object}, kind)
+    assert request.constraint is request.response_format
+    request = accepted(BASES[kind] | {"response_format": anything, "structured_outputs": outputs}, kind)
+    assert request.constraint is request.structured_outputs
+    error = refused(BASES[kind] | {"response_format": an_object, "structured_outputs": outputs}, kind)
+    assert (error.param, error.code) == ("structured_outputs", "invalid_value")
+
+
+@both
+def test_older_names_of_structured_outputs_are_unknown(kind: Kind) -> None:
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        assert refused(BASES[kind] | {name: "a"}, kind).code == "unknown_parameter"
 
 
 def test_best_of_those_that_are_returned() -> None:

@@ -1,0 +1,50 @@
+"""Whether llguidance compiles a grammar: a script, run by its path, since not every grammar ends well.
+
+Some hundred bytes of intersected patterns take it hours, some ten thousand of chained terminals overflow its
+stack. So this is a process, which the kernel ends when it has had its time, and whose end harms nobody.
+The grammar comes by stdin; what is wrong with it leaves by stdout, nothing if it is right.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+
+from llguidance import LLMatcher, LLTokenizer
+
+CPU_SECONDS = 2
+"""What is as long as it may be takes 0.1 to 0.45 s, 0.06 s of them Python's start: see `constraint.py`."""
+MEMORY = 4 << 30
+"""Bytes of address space, most of it never touched."""
+STACK = 1 << 20
+"""Bytes, below what any thread of an engine has: what fits here overflows no stack there."""
+
+
+def problem(grammar: str) -> str:
+    """What llguidance says against it. A tokenizer of bytes stands for the model's: a matcher is more than
+    a grammar that was read, and some are found too large only when it is made."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()
+
+
+def main() -> None:
+    # Before the hard limit, which kills: so who sees a SIGKILL knows that it came from elsewhere.
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    grammar = sys.stdin.buffer.read().decode()
+    threading.stack_size(STACK)
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.append(problem(grammar)))
+    thread.start()
+    thread.join()
+    if not said:
+        sys.exit(1)  # an exception, on stderr by now: that is no approval
+    sys.stdout.buffer.write(said[0].encode())
+
+
+if __name__ == "__main__":
+    main()
