@@ -8,11 +8,13 @@ import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import product
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -20,12 +22,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deployments.api import Api
 from deployments.api_error import ApiError
+from deployments.constraint import StructuredOutputs
 from deployments.execution import Executor
 from deployments.generation import Dispatcher
 from deployments.protocol import MAX_BODY_BYTES, ChatRequest, CompletionRequest
 from deployments.submission import Refusal, Submission
 from deployments.text import Tokenizer
-from engine.request import FinishReason, Output, QueueFull, Request
+from engine.request import FinishReason, Output, QueueFull, Request, RequestError
 from tests.memory_engine import VOCABULARY, MemoryEngine, logprobs_at, text_of
 
 CONTEXT = 200
@@ -539,6 +542,99 @@ async def test_what_the_engine_is_told_of_a_request(tokenizer: Tokenizer) -> Non
     assert (bare.timeout, bare.queue_timeout) == (None, None)
 
 
+OBJECT = {"type": "object", "x-guidance": {"lenient": False, "coerce_one_of": False}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engine_gets_the_grammar(tokenizer: Tokenizer, stream: bool) -> None:
+    constraints: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ]
+    cases: list[tuple[str, dict[str, Any], int]] = [
+        ("/v1/chat/completions", CHAT, 1),
+        ("/v1/completions", COMPLETION | {"prompt": ["a", "b"]}, 2),
+    ]
+    async with serving(tokenizer) as server:
+        for constraint, (path, body, prompts) in product(constraints, cases):
+            server.engine.requests.clear()
+            body = body | {"n": 2, "max_tokens": 3, "stream": stream}
+            assert (await server.http.post(path, json=body | constraint)).status_code == 200
+            grammars = [request.sampling.grammar for request in server.engine.requests]
+            assert len(grammars) == 2 * prompts
+            for grammar in grammars:
+                assert grammar is not None
+                assert json.loads(grammar)["grammars"][0]["json_schema"] == OBJECT
+            await server.http.post(path, json=body | {"response_format": {"type": "text"}})
+            assert server.engine.requests[-1].sampling.grammar is None
+
+
+async def test_openais_client_sends_a_type_as_a_schema(tokenizer: Tokenizer) -> None:
+    class Person(BaseModel):
+        name: str
+        age: int | None
+
+    async with serving(tokenizer) as server:
+        with pytest.raises(openai.LengthFinishReasonError):  # no object has two tokens
+            await server.client.chat.completions.parse(**CHAT, max_tokens=2, response_format=Person)
+        [request] = server.engine.requests
+    assert request.sampling.grammar is not None
+    schema = json.loads(request.sampling.grammar)["grammars"][0]["json_schema"]
+    assert schema["required"] == ["name", "age"]
+    assert schema["properties"]["age"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
+
+
+async def test_a_grammar_that_takes_long_lets_others_pass(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those without one, and those whose prompts are tokenised."""
+    goes_on = threading.Event()
+
+    def grammar(_: StructuredOutputs) -> str:
+        goes_on.wait()
+        return 'start: "a"'
+
+    monkeypatch.setattr(StructuredOutputs, "grammar", grammar)
+    async with serving(tokenizer) as server:
+
+        async def complete(**more: Any) -> int:
+            return (await server.http.post("/v1/completions", json=COMPLETION | more)).status_code
+
+        outputs = {"regex": "a"}
+        long = [asyncio.create_task(complete(structured_outputs=outputs)) for _ in range(tokenizer.threads)]
+        try:
+            async with asyncio.timeout(20):
+                assert await complete() == 200
+            assert not any(each.done() for each in long)
+        finally:
+            goes_on.set()
+        assert await asyncio.gather(*long) == [200] * tokenizer.threads
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_grammar_that_the_engine_refuses_is_the_clients_field(
+    tokenizer: Tokenizer, change: dict[str, Any], param: str, stream: bool
+) -> None:
+    class Without(MemoryEngine):
+        async def submit(self, request: Request, sink: Any, *, promised: bool = False) -> None:
+            if request.sampling.grammar is not None:
+                raise RequestError("this model has no grammars", "grammar")
+            await super().submit(request, sink, promised=promised)
+
+    async with serving(tokenizer, Without()) as server:
+        body = COMPLETION | {"stream": stream}
+        response = await server.http.post("/v1/completions", json=body | change)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert (await server.http.post("/v1/completions", json=body)).status_code == 200
+
+
 async def test_cached_tokens_are_those_that_no_answer_to_a_prompt_had_to_compute(
     tokenizer: Tokenizer,
 ) -> None:
@@ -666,6 +762,7 @@ async def test_a_long_body_is_not_held(tokenizer: Tokenizer, declared: bool) -> 
         ({"max_tokens": CONTEXT}, 400, "max_tokens"),
         ({"temperature": -1}, 400, "temperature"),
         ({"nonsense": 1}, 400, "nonsense"),
+        ({"structured_outputs": {"regex": "["}}, 400, "structured_outputs.regex"),
     ],
 )
 async def test_bad_fields_are_named(

@@ -300,6 +300,13 @@ def test_log_probabilities_are_asked_of_the_engine(one: Tokenizer) -> None:
         assert {sampling.logprobs for sampling in one.sampling(request, 1)} == {expected}
 
 
+def test_a_grammar_is_asked_of_the_engine(one: Tokenizer) -> None:
+    """Of every answer."""
+    request = completion("a", n=2)
+    assert [sampling.grammar for sampling in one.sampling(request, 1)] == [None, None]
+    assert [sampling.grammar for sampling in one.sampling(request, 1, 'start: "a"')] == ['start: "a"'] * 2
+
+
 def test_null_and_minus_one_are_defaults(one: Tokenizer) -> None:
     [sampling] = one.sampling(completion("a", seed=0, temperature=None, top_k=-1, top_p=None), 1)
     assert sampling == SamplingParams(max_tokens=16)
