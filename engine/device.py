@@ -66,17 +66,7 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
             )
     else:
         s = config.max_running_requests
-        runner = Runner(
-            model,
-            model.allocate_cache(2, config.block_size),
-            make_lanes(device),
-            device,
-            max_tokens=config.max_tokens_per_step,
-            max_sequences=s,
-            max_blocks=max_blocks,
-            depth=1,
-            min_sequences=2,
-        )
+        runner = make_runner(config, model, 2, max_blocks, device, depth=1)
         warm_up(runner)
         context = max_blocks * config.block_size
         plan = scratch_plan(config.max_tokens_per_step, s, context, max_blocks, everything=True)
@@ -99,6 +89,28 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
             f"takes {2 * block_bytes / 2**20:.0f} MiB"
         )
     return int(room // block_bytes)
+
+
+def make_runner(
+    config: EngineConfig,
+    model: SizedModel,
+    num_blocks: int,
+    max_blocks: int,
+    device: torch.device,
+    depth: int,
+) -> Runner:
+    """With a cache of `num_blocks`; sequences of at most `max_blocks`, and `depth` steps in flight."""
+    return Runner(
+        model,
+        model.allocate_cache(num_blocks, config.block_size),
+        make_lanes(device),
+        device,
+        max_tokens=config.max_tokens_per_step,
+        max_sequences=config.max_running_requests,
+        max_blocks=max_blocks,
+        depth=depth,
+        min_sequences=2 if device.type == "cuda" else 1,
+    )
 
 
 def warm_up(runner: Runner) -> None:

@@ -18,14 +18,15 @@ import torch
 from engine.admission import Backlog
 from engine.calibration import choose_step_tokens
 from engine.config import EngineConfig
-from engine.device import choose_device, choose_dtype, choose_num_blocks, warm_up
-from engine.lanes import make_lanes
+from engine.device import choose_device, choose_dtype, choose_num_blocks, make_runner, warm_up
+from engine.grammar import Grammars
 from engine.model import PagedModel
 from engine.request import EngineUnavailable, FinishReason, Output, Request, RequestError, State
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats, Reading, sample
 from engine.timeline import Recording, Timeline
+from engine.vocabulary import load_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -267,21 +268,11 @@ class AsyncEngine:
             max_tokens_per_step=config.max_tokens_per_step,
             prefix_caching=config.prefix_caching,
             identity=config.model.encode(),
+            grammars=Grammars(partial(load_vocabulary, config, model.vocab_size, model.eos_token_ids)),
         )
-        caches = model.allocate_cache(num_blocks, config.block_size)
-        lanes = make_lanes(device)
+        max_blocks = scheduler.rows.blocks.shape[1]
+        runner = make_runner(config, model, num_blocks, max_blocks, device, config.depth)
         try:
-            runner = Runner(
-                model,
-                caches,
-                lanes,
-                device,
-                max_tokens=config.max_tokens_per_step,
-                max_sequences=config.max_running_requests,
-                max_blocks=scheduler.rows.blocks.shape[1],
-                depth=config.depth,
-                min_sequences=2 if on_gpu else 1,
-            )
             if compiles:
                 with self._stage("compile", "warming up"):
                     runner.compile()
@@ -291,7 +282,7 @@ class AsyncEngine:
                     runner.capture(progress=logger.info)
             scheduler.max_tokens_per_step = choose_step_tokens(config, runner, num_blocks)
         except BaseException:
-            lanes.close()
+            runner.close()
             raise
         if on_gpu:
             torch.cuda.synchronize(device)  # buffers are zeroed on another stream than the lanes'
@@ -318,12 +309,17 @@ class AsyncEngine:
         apply_inbox, publish = timeline.inbox(self._apply_inbox), timeline.publish(self._publish)
         schedule, commit = timeline.schedule(scheduler.schedule), timeline.commit(scheduler.commit)
         launch, collect = timeline.launch(self._runner.launch), timeline.collect(self._runner.collect)
+        constrain = self._runner.constrain
         while self._alive:
             apply_inbox(block=not scheduler.has_work and not scheduler.num_in_flight)
             publish(scheduler.expire(time.monotonic()))
             plan = schedule()
             if plan is not None:
                 launch(plan)
+                if len(plan.constrained):  # by grammars, which need all tokens before
+                    while scheduler.num_in_flight > 1:
+                        publish(commit(collect()))
+                    constrain(scheduler.masks())
             in_flight = scheduler.num_in_flight
             if in_flight and (in_flight == depth or plan is None):
                 result = collect()  # the only place where the host waits for the device

@@ -88,6 +88,9 @@ class StepPlan:
     """Places of the sequences whose tokens' log-probabilities are wanted."""
     likeliest: int = 0
     """And of so many others in each of these."""
+    constrained: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """Places of the sequences whose tokens have to follow a grammar. Where there are any, the step samples
+    once it is told what they may be, which takes the tokens of the steps before."""
 
 
 class StepTiming(NamedTuple):

@@ -47,6 +47,9 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
     if r.num_scored:
         wanted = np.where(samples, r.logprobs[rows], -1)
         scored, likeliest = np.flatnonzero(wanted >= 0).astype(np.int32), max(int(wanted.max()), 0)
+    constrained = NOTHING
+    if r.num_constrained:
+        constrained = np.flatnonzero(samples & r.constrained[rows]).astype(np.int32)
     return StepPlan(
         step=step,
         tokens=tokens,
@@ -59,6 +62,7 @@ def make_plan(step: int, r: Rows, rows: Int32s, lengths: Int32s, num_decodes: in
         histories=tuple(_history(r.requests[row]) for row in rows[r.uncounted[rows]].tolist()),
         scored=scored,
         likeliest=likeliest,
+        constrained=constrained,
     )
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -189,6 +190,8 @@ class Request:
     """Its row while running; 0 otherwise."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of its full blocks, as far as computed."""
+    matcher: Any = None
+    """What knows which tokens may come next, if it has a grammar. See `engine/grammar.py`."""
     admissions: int = 0
     """How often it was given a row: more than once if it was preempted."""
     num_cached: int = 0

@@ -50,6 +50,10 @@ class Rows:
         """Whether it has penalties or biases, and no step has brought the device its tokens."""
         self.logprobs = np.full(n, -1, np.int32)
         """How many of the likeliest tokens' log-probabilities it wants beside its own; -1: not even that."""
+        self.constrained = np.zeros(n, np.bool_)
+        """Whether its tokens have to follow a grammar."""
+        self.num_constrained = 0
+        """Rows whose tokens have to."""
         self.num_scored = 0
         """Rows that want any."""
         self._free = list(range(n - 1, SCRATCH_ROW, -1))
@@ -97,6 +101,8 @@ class Rows:
         self.uncounted[row] = sampling.penalised
         self.logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self.num_scored += sampling.logprobs is not None
+        self.constrained[row] = sampling.grammar is not None
+        self.num_constrained += sampling.grammar is not None
         request.row = row
         return row
 
@@ -117,6 +123,7 @@ class Rows:
             raise ValueError(f"row {row} has no owner")
         self.requests[row] = None
         self.num_scored -= request.sampling.logprobs is not None
+        self.num_constrained -= request.sampling.grammar is not None
         request.row = SCRATCH_ROW
         self.generation[row] += 1  # results of steps still in flight no longer match
         self._free.append(row)

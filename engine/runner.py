@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention import LayerCache, PagedBatch
@@ -94,6 +96,7 @@ class Runner:
         self._clock = StepClock(lanes, depth)
         # Slot, step, sequences, and when it was prepared and is through.
         self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
+        self._rest: Callable[[], None] = lambda: None  # of the step that was launched last: its sampling
         self._graphs: Graphs | None = None
         self._decode_buckets: list[int] = []
         self._mixed_buckets: list[tuple[int, int]] = []
@@ -110,7 +113,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         """Enqueue a step on the lanes; the host does not wait."""
         slot, lanes = self._free.popleft(), self.lanes
-        shape, compute = self._prepare(slot, plan)
+        shape, captured = self._prepare(plan)
         slot.fill(plan, shape.num_tokens, shape.num_sequences)
         prepared, marks = time.perf_counter(), self._clock.take()
 
@@ -122,7 +125,24 @@ class Runner:
         lanes.compute.record(marks.begin)
         if slot.histories:
             lanes.compute.run(partial(self.penalties.begin, slot.histories))
-        lanes.compute.run(compute)
+        lanes.compute.run(partial(self._step_forward, slot, shape, captured))
+        self._in_flight.append((slot, plan.step, len(plan.sequences), prepared, marks))
+        self._rest = partial(self._launch_sampling, slot, shape, captured, marks)
+        if not slot.num_constrained:
+            self._rest()
+
+    def constrain(self, masks: npt.NDArray[np.int32]) -> None:
+        """Let the step that was launched last sample, where grammars allow it: [constrained, words]."""
+        slot, lanes = self._in_flight[-1][0], self.lanes
+        slot.fill_masks(masks)
+        lanes.h2d.run(slot.upload_masks)
+        lanes.h2d.record(slot.masks_done)
+        lanes.compute.wait(slot.masks_done)
+        self._rest()
+
+    def _launch_sampling(self, slot: Slot, shape: Shape, captured: bool, marks: Marks) -> None:
+        lanes = self.lanes
+        lanes.compute.run(partial(self._step_sample, slot, shape, captured))
         lanes.compute.record(marks.end)
         lanes.compute.record(slot.compute_done)
 
@@ -130,8 +150,6 @@ class Runner:
         lanes.d2h.run(slot.download)
         lanes.d2h.record(marks.downloaded)
         lanes.d2h.record(slot.d2h_done)
-
-        self._in_flight.append((slot, plan.step, len(plan.sequences), prepared, marks))
 
     def collect(self) -> StepResult:
         """The result of the oldest step in flight: the only place where the host waits for the device.
@@ -149,27 +167,42 @@ class Runner:
 
     # What the compute lane does
 
-    def _prepare(self, slot: Slot, plan: StepPlan) -> tuple[Shape, Callable[[], None]]:
-        """The shape of the step, padded to a bucket if that is captured, and its work."""
+    def _prepare(self, plan: StepPlan) -> tuple[Shape, bool]:
+        """The shape of the step, padded to a bucket if that is captured, and whether it is."""
         t, s = len(plan.tokens), len(plan.sequences)
         sampling = {"greedy": plan.greedy, "filtered": plan.filtered, "penalised": plan.penalised}
         if self._graphs is not None:
             captured = self._captured_shape(t, s, decodes=plan.num_decodes == t)
             if captured is not None:
-                shape = replace(captured, **sampling)
-                return shape, partial(self._replay, slot, shape)
+                return replace(captured, **sampling), True
         padding = max(self.min_sequences - s, 0)
         num_blocks = min(max(plan.block_tables.shape[1], self.min_sequences), self.max_blocks)
         prefills = s + padding - plan.num_decodes
         shape = Shape(t + padding, s + padding, plan.num_decodes, prefills, num_blocks, **sampling)
-        return shape, partial(self._compute, slot, shape)
+        return shape, False
 
-    def _compute(self, slot: Slot, shape: Shape) -> None:
-        with torch.inference_mode():
-            logits = self._forward(slot, shape)
+    def _step_forward(self, slot: Slot, shape: Shape, captured: bool) -> None:
+        if captured:
+            assert self._graphs is not None
+            name = replace(shape, greedy=True, filtered=False, penalised=False)
+            self._graphs.replay((self.slots.index(slot), name))
+            slot.logits = self._logits[: shape.num_sequences]
+        else:
+            with torch.inference_mode():
+                slot.logits = self._forward(slot, shape)
+
+    @torch.inference_mode()
+    def _step_sample(self, slot: Slot, shape: Shape, captured: bool) -> None:
+        logits, slot.logits = slot.logits, None
+        assert logits is not None
+        # Not captured: counts, which have no memory before they are used, and what few requests ask for.
+        if captured and not (shape.penalised or slot.num_constrained):
+            assert self._graphs is not None
+            self._graphs.replay((self.slots.index(slot), shape.num_sequences, shape.filtered))
+        else:
             self._sample(slot, shape, logits)
-            if slot.num_scored:
-                slot.score(logits)
+        if slot.num_scored:
+            slot.score(logits)
 
     def _forward(self, slot: Slot, shape: Shape) -> torch.Tensor:
         """Carry-over and forward: logits [S, V]."""
@@ -206,6 +239,8 @@ class Runner:
                 repetition=slot.sequence("repetition_penalty", s),
             )
             logits = self.penalties.apply(logits, penalties)
+        if slot.num_constrained:
+            logits = slot.constrain(logits)
         params = SamplingTensors(
             temperature=slot.sequence("temperature", s),
             top_k=slot.sequence("top_k", s),
@@ -275,16 +310,3 @@ class Runner:
             sampling = replace(shape, greedy=False, filtered=filtered)
             name = (i, shape.num_sequences, filtered)
             graphs.capture(name, partial(self._sample, slot, sampling, logits))
-
-    def _replay(self, slot: Slot, shape: Shape) -> None:
-        assert self._graphs is not None
-        i, s = self.slots.index(slot), shape.num_sequences
-        self._graphs.replay((i, replace(shape, greedy=True, filtered=False, penalised=False)))
-        if shape.penalised:  # not captured, since the counts have no memory before they are used
-            with torch.inference_mode():
-                self._sample(slot, shape, self._logits[:s])
-        else:
-            self._graphs.replay((i, s, shape.filtered))
-        if slot.num_scored:  # nor is this, for a few requests
-            with torch.inference_mode():
-                slot.score(self._logits[:s])

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.admission import check_request, token_limit
+from engine.grammar import Grammars, matched
 from engine.kv_cache import CacheCounts, KVCache
 from engine.plan import SCRATCH_ROW, StepPlan, StepResult
 from engine.planning import make_plan
@@ -35,6 +36,8 @@ class _InFlight:
     ends: Int32s
     """Positions computed once the step is through."""
     samples: npt.NDArray[np.bool_]
+    constrained: Int32s
+    """Places of those with grammars."""
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class Scheduler:
         max_tokens_per_step: int,
         prefix_caching: bool = True,
         identity: bytes = b"",
+        grammars: Grammars | None = None,
     ) -> None:
         self.cache = KVCache(num_blocks, block_size, prefix_caching=prefix_caching, identity=identity)
         self.block_size = block_size
@@ -76,6 +80,7 @@ class Scheduler:
         self.context_length = min(context_length, self.cache.total * block_size)
         self.max_tokens_per_step = max_tokens_per_step
         self.rows = Rows(max_running_requests, -(-self.context_length // block_size), block_size)
+        self.grammars = grammars or Grammars()
         self.running: list[Request] = []  # sorted by Request.order
         self.waiting = WaitingQueue()
         self._deadlines = Deadlines()
@@ -89,6 +94,8 @@ class Scheduler:
     def check_request(self, request: Request) -> None:
         """Raise `RequestError` naming the field for a request that can never be served."""
         check_request(request, self.context_length)
+        if request.matcher is None:
+            request.matcher = self.grammars.start(request)
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises `RequestError` if it can never run."""
@@ -277,8 +284,18 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.prompt_tokens += int(lengths[plan.num_decodes :].sum())
         requests = [r.requests[row] for row in rows.tolist()]
-        self._in_flight.append(_InFlight(plan.step, requests, rows, r.generation[rows], ends, samples))
+        self._in_flight.append(
+            _InFlight(plan.step, requests, rows, r.generation[rows], ends, samples, plan.constrained)
+        )
         return plan
+
+    def masks(self) -> npt.NDArray[np.int32]:
+        """What `constrained` sequences of the last plan may sample; all steps before are committed."""
+        step = self._in_flight[-1]
+        alive = self.rows.generation[step.rows] == step.generations
+        return self.grammars.masks(
+            [step.requests[i].matcher if alive[i] else None for i in step.constrained.tolist()]
+        )
 
     # Results
 
@@ -306,6 +323,8 @@ class Scheduler:
             else:
                 self.counters.wasted_tokens += 1
         self.counters.output_tokens += len(outputs)
+        if len(step.constrained):
+            outputs = [matched(output) for output in outputs]
         # Tokens whose ids were not known when their positions were planned are part of a prefix now.
         rows, full = step.rows[alive], step.ends[alive] // self.block_size
         due = full > r.registered[rows]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.logprobs import log_probabilities
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 _TOKEN_ROW = {name: i for i, name in enumerate(TOKEN.names or ())}
 _SEQUENCE_ROW = {name: i for i, name in enumerate(SEQUENCE.names or ())}
 
-SCORED_AT_ONCE = 64
-"""Sequences whose logits are held in float32 at a time, so that these need little memory."""
+AT_ONCE = 64
+"""Sequences of which something is held for each token of the vocabulary, so that it needs little memory."""
 
 
 class Slot:
@@ -48,9 +49,15 @@ class Slot:
         self._ids_host, self._ids = pair(max_sequences * (1 + MAX_LOGPROBS))
         self._logprobs_host, self._logprobs = pair(max_sequences * (1 + MAX_LOGPROBS))
         self.num_scored = self._likeliest = 0
+        self._constrained_host, self._constrained = pair(max_sequences)
+        self._masks_host = self._masks = torch.empty(0, 0, dtype=torch.int32)  # made when they are needed
+        self.num_constrained = 0
+        self.logits: torch.Tensor | None = None
+        """Of this step, from its forward to its sampling."""
         self._num_blocks = 0
         self.histories: list[HistoryTensors] = []
         self.h2d_done: Event = lanes.new_event()
+        self.masks_done: Event = lanes.new_event()
         self.compute_done: Event = lanes.new_event()
         self.d2h_done: Event = lanes.new_event()
 
@@ -74,6 +81,8 @@ class Slot:
         ]
         self.num_scored, self._likeliest = len(plan.scored), plan.likeliest
         self._scored_host.numpy()[: self.num_scored] = plan.scored
+        self.num_constrained = len(plan.constrained)
+        self._constrained_host.numpy()[: self.num_constrained] = plan.constrained
         if num_tokens > t:
             tokens[:, t:num_tokens] = 0
             tokens[_TOKEN_ROW["carry_row"], t:num_tokens] = -1
@@ -99,14 +108,39 @@ class Slot:
         self._tables[:n].copy_(self._tables_host[:n], non_blocking=True)
         if self.num_scored:
             self._scored.copy_(self._scored_host, non_blocking=True)
+        if self.num_constrained:
+            self._constrained.copy_(self._constrained_host, non_blocking=True)
+
+    def fill_masks(self, masks: npt.NDArray[np.int32]) -> None:
+        """Copy what grammars allow, [constrained, words], into a pinned buffer (host)."""
+        if self._masks_host.shape[1] != masks.shape[1]:
+            shape = len(self._constrained), masks.shape[1]
+            self._masks_host = torch.empty(shape, dtype=torch.int32, pin_memory=self._tokens.is_cuda)
+            self._masks = torch.empty(shape, dtype=torch.int32, device=self._tokens.device)
+        self._masks_host.numpy()[: len(masks)] = masks
+
+    def upload_masks(self) -> None:
+        """The pinned buffer to a device tensor (H2D lane)."""
+        n = self.num_constrained
+        self._masks[:n].copy_(self._masks_host[:n], non_blocking=True)
+
+    def constrain(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of logits [S, V], -inf where a grammar allows no token (compute lane)."""
+        logits = logits.clone()
+        places = self._constrained[: self.num_constrained].long()
+        for i in range(0, self.num_constrained, AT_ONCE):
+            part = slice(i, i + AT_ONCE)
+            allowed = unpacked(self._masks[: self.num_constrained][part], logits.shape[-1])
+            logits[places[part]] = logits[places[part]].masked_fill(~allowed, -torch.inf)
+        return logits
 
     def score(self, logits: torch.Tensor) -> None:
         """Log-probabilities of sampled tokens, where they are wanted, by logits [S, V] (compute lane)."""
         self._likeliest = min(self._likeliest, logits.shape[-1])
         ids, logprobs = self._scores(self._ids, self._logprobs)
         wanted = self._scored[: self.num_scored].long()
-        for i in range(0, self.num_scored, SCORED_AT_ONCE):
-            part = slice(i, i + SCORED_AT_ONCE)
+        for i in range(0, self.num_scored, AT_ONCE):
+            part = slice(i, i + AT_ONCE)
             places = wanted[part]
             ids[part], found = log_probabilities(logits[places], self.sampled[places], self._likeliest)
             logprobs[part] = found.view(torch.int32)
@@ -163,8 +197,13 @@ class Slot:
 
     def poison(self) -> None:
         """Fill every buffer with what no step can use, to show in tests that nobody reads a free slot."""
-        inputs = self._tokens, self._sequences, self._tables, self._scored
-        hosts = self._tokens_host, self._sequences_host, self._tables_host, self._scored_host
-        outputs = self.sampled, self._ids, self._logprobs
-        for buffer in (*inputs, *hosts, *outputs, self._sampled_host, self._ids_host, self._logprobs_host):
-            buffer.fill_(-(2**30))
+        for buffer in vars(self).values():
+            if isinstance(buffer, torch.Tensor):
+                buffer.fill_(-(2**30))
+
+
+def unpacked(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Bits, int32 [n, words], the lowest first -> bool [n, vocab_size]; what there are no bits for is 0."""
+    token = torch.arange(min(vocab_size, 32 * masks.shape[1]), device=masks.device)
+    bits = (masks[:, token >> 5] >> (token & 31)) & 1
+    return torch.nn.functional.pad(bits.bool(), (0, vocab_size - len(token)))

@@ -128,7 +128,7 @@ def toys() -> list[Request]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_after_captured_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "SCORED_AT_ONCE", 3)
+    monkeypatch.setattr(slots, "AT_ONCE", 3)
     runner, scheduler = captured_runner(make_lanes(DEVICE), RunAgain(), depth), new_scheduler()
     requests = toys()
     tokens: dict[Request, list[int]] = {each: [] for each in requests}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.attention import LayerCache, PagedBatch
+from engine.grammar import Grammars
 from engine.lanes import Lanes, ThreadEvent, ThreadLane, Work
 from engine.request import Logprobs, Request
 from engine.runner import Runner
@@ -56,6 +57,7 @@ class Pipeline:
     lanes: Lanes
     depth: int = 2
     pause: Callable[[], None] = lambda: None
+    grammars: Grammars | None = None
     outputs: dict[Request, list[int]] = field(default_factory=dict)
     logprobs: dict[Request, list[Logprobs]] = field(default_factory=dict)
 
@@ -66,6 +68,7 @@ class Pipeline:
             context_length=32,
             max_running_requests=ROWS,
             max_tokens_per_step=MAX_TOKENS,
+            grammars=self.grammars,
         )
         shape = (NUM_BLOCKS, BLOCK_SIZE, 1, 1)
         self.runner = Runner(
@@ -97,16 +100,24 @@ class Pipeline:
             if plan is not None:
                 self.pause()
                 self.runner.launch(plan)
+                if len(plan.constrained):
+                    while self.scheduler.num_in_flight > 1:
+                        self.retire()
+                    self.pause()
+                    self.runner.constrain(self.scheduler.masks())
             in_flight = self.scheduler.num_in_flight
             if in_flight and (in_flight == self.depth or plan is None):
-                slot = self.runner._in_flight[0][0]
-                result = self.runner.collect()
-                slot.poison()
-                for output in self.scheduler.commit(result):
-                    self.outputs[output.request].extend(output.tokens)
-                    self.logprobs[output.request].extend(output.logprobs)
+                self.retire()
             elif plan is None and not waiting:
                 return self.outputs
+
+    def retire(self) -> None:
+        slot = self.runner._in_flight[0][0]
+        result = self.runner.collect()
+        slot.poison()
+        for output in self.scheduler.commit(result):
+            self.outputs[output.request].extend(output.tokens)
+            self.logprobs[output.request].extend(output.logprobs)
 
 
 class NoEvent(ThreadEvent):
