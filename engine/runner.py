@@ -96,7 +96,7 @@ class Runner:
         self._clock = StepClock(lanes, depth)
         # Slot, step, sequences, and when it was prepared and is through.
         self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
-        self._rest: Callable[[], None] = lambda: None  # of the step that was launched last: its sampling
+        self._rest: Callable[[], None] = lambda: None  # of a step that waits for masks: its sampling
         self._graphs: Graphs | None = None
         self._decode_buckets: list[int] = []
         self._mixed_buckets: list[tuple[int, int]] = []
@@ -127,9 +127,10 @@ class Runner:
             lanes.compute.run(partial(self.penalties.begin, slot.histories))
         lanes.compute.run(partial(self._step_forward, slot, shape, captured))
         self._in_flight.append((slot, plan.step, len(plan.sequences), prepared, marks))
-        self._rest = partial(self._launch_sampling, slot, shape, captured, marks)
-        if not slot.num_constrained:
-            self._rest()
+        if slot.num_constrained:
+            self._rest = partial(self._launch_sampling, slot, shape, captured, marks)
+        else:
+            self._launch_sampling(slot, shape, captured, marks)
 
     def constrain(self, masks: npt.NDArray[np.int32]) -> None:
         """Let the step that was launched last sample, where grammars allow it: [constrained, words]."""

@@ -80,9 +80,11 @@ class Slot:
             HistoryTensors(row, *(self._copied(each) for each in arrays)) for row, *arrays in plan.histories
         ]
         self.num_scored, self._likeliest = len(plan.scored), plan.likeliest
-        self._scored_host.numpy()[: self.num_scored] = plan.scored
+        if self.num_scored:
+            self._scored_host.numpy()[: self.num_scored] = plan.scored
         self.num_constrained = len(plan.constrained)
-        self._constrained_host.numpy()[: self.num_constrained] = plan.constrained
+        if self.num_constrained:
+            self._constrained_host.numpy()[: self.num_constrained] = plan.constrained
         if num_tokens > t:
             tokens[:, t:num_tokens] = 0
             tokens[_TOKEN_ROW["carry_row"], t:num_tokens] = -1

@@ -86,6 +86,24 @@ def test_noise_alone(dtype: torch.dtype) -> None:
     check(logits, params(12, temperature=[0.0, 0.7, 1.0, 1.3]), filtered=False)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("allowed", [1, 2, 300])
+def test_what_a_grammar_forbids_is_never_chosen(dtype: torch.dtype, allowed: int) -> None:
+    """Nearly all of a row is -inf, its likeliest tokens among it."""
+    generator = torch.Generator().manual_seed(allowed)
+    logits = (torch.randn(8, 1000, generator=generator) * 4).to(dtype)
+    kept = torch.rand(8, 1000, generator=generator).argsort(-1)[:, :allowed]
+    masked = torch.full_like(logits, -torch.inf).scatter(1, kept, logits.gather(1, kept))
+    masked[0] = logits[0]  # beside one that may say anything
+    chosen = params(
+        8, temperature=[1.0, 0.0, 3.0], top_k=[0, 0, 5, 50], top_p=[1.0, 0.9, 1e-9], min_p=[0.0, 0.3]
+    )
+    for filtered in (True, False):
+        check(masked, chosen, filtered)
+        got = draw(masked, chosen, filtered)
+        assert (masked.gather(1, got[:, None].long()) > -torch.inf).all()
+
+
 @pytest.mark.parametrize("filtered", [False, True])
 def test_of_equals_without_noise_the_lowest_is_chosen(filtered: bool) -> None:
     """As a step that is greedy altogether does: a request's text must not depend on who is beside it."""
