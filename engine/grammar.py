@@ -46,16 +46,14 @@ class Grammars:
             raise RequestError("what was generated does not follow the grammar", "generated")
         return matcher
 
-    def masks(self, matchers: Sequence[LLMatcher | None]) -> npt.NDArray[np.int32]:
-        """[n, words]: bit i of a row is 1 if token i may come next; all are where there is no matcher."""
+    def masks(self, matchers: Sequence[LLMatcher]) -> npt.NDArray[np.int32]:
+        """[n, words]: bit i of a row is 1 if token i may come next; in any way for a text that has ended."""
         vocabulary = self._loaded.result()
         assert vocabulary is not None
-        masks = np.full((len(matchers), -(-vocabulary.vocab_size // 32)), -1, np.int32)
+        masks = np.empty((len(matchers), -(-vocabulary.vocab_size // 32)), np.int32)
         if self._executor is None:
             self._executor = LLExecutor(num_threads=min(THREADS, len(os.sched_getaffinity(0))))
-        asked = [(matcher, i) for i, matcher in enumerate(matchers) if matcher is not None]
-        if asked:  # by some that have not ended meanwhile
-            fill_next_token_bitmask_par(self._executor, asked, masks)
+        fill_next_token_bitmask_par(self._executor, [(each, i) for i, each in enumerate(matchers)], masks)
         return masks
 
 

@@ -292,10 +292,7 @@ class Scheduler:
     def masks(self) -> npt.NDArray[np.int32]:
         """What `constrained` sequences of the last plan may sample; all steps before are committed."""
         step = self._in_flight[-1]
-        alive = self.rows.generation[step.rows] == step.generations
-        return self.grammars.masks(
-            [step.requests[i].matcher if alive[i] else None for i in step.constrained.tolist()]
-        )
+        return self.grammars.masks([step.requests[i].matcher for i in step.constrained.tolist()])
 
     # Results
 

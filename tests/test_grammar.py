@@ -20,6 +20,7 @@ from engine.engine import AsyncEngine
 from engine.grammar import Grammars
 from engine.lanes import make_lanes
 from engine.request import FinishReason, Request, RequestError, SamplingParams
+from engine.runner import Shape
 from engine.scheduler import Scheduler
 from engine.slots import unpacked
 from tests.fake_device import VOCAB, next_token
@@ -124,6 +125,20 @@ def test_every_text_follows_its_grammar_and_nobody_elses_changes(model: str, ove
     run(test())
 
 
+def test_log_probabilities_are_still_those_of_the_model(model: str) -> None:
+    async def test() -> None:
+        async with running(settings(model)) as engine:
+            asked = request("a", [7, 8], temperature=0.0, logprobs=20, grammar=GRAMMARS[0])
+            outputs = [output async for output in engine.generate(asked)]
+            found = [each for output in outputs for each in output.logprobs]
+            assert len(found) > 10
+            for each in found:  # of 600 tokens, a digit may be one of 10
+                assert each.token <= each.values[0] and min(each.values) > -20
+            assert any(each.token < each.values[-1] for each in found)
+
+    run(test())
+
+
 def test_resumed_elsewhere_the_grammar_goes_on(model: str) -> None:
     async def test() -> None:
         async with running(settings(model)) as engine, running(settings(model)) as other:
@@ -182,6 +197,21 @@ def test_bits_of_masks(vocab: int) -> None:
         [bool(int(row[i // 32]) >> (i % 32) & 1) if i < 64 else False for i in range(vocab)] for row in masks
     ]
     assert unpacked(masks, vocab).tolist() == bits
+
+
+def test_chunks_that_sample_nothing_wait_for_no_mask() -> None:
+    scheduler = Scheduler(
+        num_blocks=20,
+        block_size=4,
+        context_length=64,
+        max_running_requests=4,
+        max_tokens_per_step=4,
+        grammars=letters(),
+    )
+    scheduler.add(Request("free", [1] * 5, SamplingParams(max_tokens=3)))
+    scheduler.add(Request("bound", [2] * 6, SamplingParams(max_tokens=3, grammar=PAIRS)))
+    plans = [plan for _ in range(4) if (plan := scheduler.schedule()) is not None]
+    assert [plan.constrained.tolist() for plan in plans] == [[], [], [1], [1]]
 
 
 # The toy's pipeline: its tokens are a to l, and an end
@@ -255,8 +285,12 @@ def test_after_captured_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> No
         grammars=letters(),
     )
     check_toys(pipeline.run([toys(40)]))
+    graphs.replayed.clear()
+    pipeline.outputs.clear()
+    check_toys(pipeline.run([[each for each in toys(40) if each.sampling.grammar]]))
     lanes.close()
-    assert graphs.replayed
+    # A captured sampling knows nothing of masks.
+    assert graphs.replayed and all(isinstance(shape, Shape) for _, shape, *_ in graphs.replayed)
 
 
 @pytest.mark.parametrize("seed", range(3))
