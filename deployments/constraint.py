@@ -56,7 +56,7 @@ class ResponseFormat(Wire):
         if self.json_schema is None or self.json_schema.schema_ is None:
             return checked(_from_schema(_ANY_OBJECT), self.field)
         field = f"{self.field}.json_schema.schema"
-        return checked(_from_schema(_written(self.json_schema.schema_, field), field), field)
+        return checked(_from_schema(_written(self.json_schema.schema_), field), field)
 
 
 def _text_or_object(value: Any) -> str:
@@ -97,7 +97,7 @@ class StructuredOutputs(Wire):
         """As of a `ResponseFormat`."""
         if self.json_ is not None:
             field = f"{self.field}.json"
-            schema = self.json_ if isinstance(self.json_, str) else _written(self.json_, field)
+            schema = self.json_ if isinstance(self.json_, str) else _written(self.json_)
             return checked(_from_schema(schema, field), field)
         if self.regex is not None:
             field = f"{self.field}.regex"
@@ -156,11 +156,8 @@ def _from_schema(schema: str, field: str = "") -> str:
         raise _refusal(str(error), field) from None
 
 
-def _written(schema: dict[str, Any], field: str) -> str:
-    try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        raise _refusal(str(error), field) from None
+def _written(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False)  # NaN as it is, for llguidance to refuse
 
 
 def _bounded(text: str, field: str) -> str:

@@ -587,10 +587,11 @@ async def test_openais_client_sends_a_type_as_a_schema(tokenizer: Tokenizer) -> 
 async def test_a_grammar_that_takes_long_lets_others_pass(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those without one, and those whose prompts are tokenised."""
-    goes_on = threading.Event()
+    """As many as could tokenise prompts."""
+    goes_on, begun = threading.Event(), threading.Semaphore(0)
 
     def grammar(_: StructuredOutputs) -> str:
+        begun.release()
         goes_on.wait()
         return 'start: "a"'
 
@@ -604,7 +605,9 @@ async def test_a_grammar_that_takes_long_lets_others_pass(
         long = [asyncio.create_task(complete(structured_outputs=outputs)) for _ in range(tokenizer.threads)]
         try:
             async with asyncio.timeout(20):
-                assert await complete() == 200
+                await asyncio.to_thread(begun.acquire)
+                for _ in range(20):  # by then, all of them wait
+                    assert await complete() == 200
             assert not any(each.done() for each in long)
         finally:
             goes_on.set()
