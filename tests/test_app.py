@@ -171,6 +171,32 @@ async def test_usage_counts_the_tokens(app: App) -> None:
     assert not any(usages[:-1])
 
 
+async def test_an_answer_is_what_the_client_says_it_has_to_be(app: App) -> None:
+    """A schema, whole and streamed, and a choice: through Ray, both processes and OpenAI's client."""
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"enum": ["Paris", "Rome"]}, "bridges": {"type": "integer", "maximum": 99}},
+        "required": ["capital", "bridges"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    question = "Tell me about the capital of France."
+    whole = await app.ask(question, max_tokens=60, response_format=wanted)
+    [choice] = whole.choices
+    found = json.loads(choice.message.content)
+    assert choice.finish_reason == "stop" and list(found) == ["capital", "bridges"]
+    assert found["capital"] in ("Paris", "Rome") and found["bridges"] <= 99
+    stream = await app.ask(question, max_tokens=60, response_format=wanted, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(pieces) == choice.message.content
+    choices = {"structured_outputs": {"choice": ["a haddock", "an eel"]}}
+    answer = await app.ask("Name a fruit.", max_tokens=20, extra_body=choices)
+    assert answer.choices[0].message.content in choices["structured_outputs"]["choice"]
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as error:
+        await app.ask("No.", extra_body={"structured_outputs": {"json": {"type": "object", "if": {}}}})
+    assert error.value.param == "structured_outputs.json"
+
+
 async def test_it_tells_how_likely_its_tokens_were(app: App) -> None:
     options = {"max_tokens": 40, "logprobs": True, "top_logprobs": 20}
     whole = await app.ask("What is the capital of France?", **options)
