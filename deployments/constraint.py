@@ -7,20 +7,24 @@ import signal
 import subprocess
 import sys
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from llguidance import LLMatcher
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from deployments import grammar_check
 from deployments.api_error import ApiError
 from deployments.wire import Wire, only
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 MAX_GRAMMAR_CHARS = 1 << 16
 """Of a schema (as JSON), regex, grammar or all choices. To check that many takes 0.35 s of a processor where
 they are 2,000 optional properties, the worst of what is no attack, 0.16 s for half of these, 0.12 s where all
 are required, 0.08 s for an `enum`. A schema of 200 properties with their descriptions has 20,000."""
+
+CHECK = Path(__file__).with_name("grammar_check.py")
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -101,7 +105,7 @@ class StructuredOutputs(Wire):
             return checked(_from_schema(schema, field), field)
         if self.regex is not None:
             field = f"{self.field}.regex"
-            return checked(LLMatcher.grammar_from_regex(_bounded(self.regex, field)), field)
+            return checked(_llguidance().grammar_from_regex(_bounded(self.regex, field)), field)
         if self.choice is not None:
             field = f"{self.field}.choice"
             return checked(from_choices(self.choice, field), field)
@@ -120,7 +124,7 @@ def from_choices(choices: list[str], field: str = "choice") -> str:
     but of ASCII alone.
     """
     _bounded_length(sum(map(len, choices)), field)
-    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
+    return _llguidance().grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, choices))}")
 
 
 def checked(grammar: str, field: str) -> str:
@@ -135,7 +139,7 @@ def checked(grammar: str, field: str) -> str:
 
 @lru_cache(maxsize=128)  # applications have a few schemas each; these are 16 MiB at most
 def _problem(grammar: str) -> str:
-    check = [sys.executable, "-P", grammar_check.__file__]
+    check = [sys.executable, "-P", str(CHECK)]
     done = subprocess.run(check, input=grammar.encode(), capture_output=True)
     if -done.returncode in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT):  # its time, stack, memory
         return "too complex to compile"
@@ -151,9 +155,15 @@ def _from_schema(schema: str, field: str = "") -> str:
     # looks as if it followed the schema.
     strict: Any = {"lenient": False, "coerce_one_of": False}
     try:
-        return LLMatcher.grammar_from_json_schema(_bounded(schema, field), overrides=strict)
+        return _llguidance().grammar_from_json_schema(_bounded(schema, field), overrides=strict)
     except ValueError as error:
         raise _refusal(str(error), field) from None
+
+
+def _llguidance() -> type[LLMatcher]:
+    from llguidance import LLMatcher  # a server without it serves all other requests
+
+    return LLMatcher
 
 
 def _written(schema: dict[str, Any]) -> str:

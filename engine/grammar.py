@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
 
 from engine.request import FinishReason, Output, Request, RequestError
+
+if TYPE_CHECKING:  # a benchmark goes without it
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 THREADS = 8
 """That compute masks, at most: some 20 µs each, while the device computes what they are for."""
@@ -39,6 +41,8 @@ class Grammars:
         vocabulary = self._loaded.result()
         if vocabulary is None:
             raise RequestError("there is no tokenizer with this model that grammars could use", "grammar")
+        from llguidance import LLMatcher
+
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the grammar is wrong: {matcher.get_error()}", "grammar")
@@ -48,6 +52,9 @@ class Grammars:
 
     def masks(self, matchers: Sequence[LLMatcher]) -> npt.NDArray[np.int32]:
         """[n, words]: bit i of a row is 1 if token i may come next; in any way for a text that has ended."""
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
         vocabulary = self._loaded.result()
         assert vocabulary is not None
         masks = np.empty((len(matchers), -(-vocabulary.vocab_size // 32)), np.int32)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llguidance import LLTokenizer
-from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ def load_vocabulary(
     Takes a second or two for 150,000 tokens.
     """
     try:
+        from llguidance.hf import from_tokenizer
+
         tokenizer: Any = AutoTokenizer.from_pretrained(
             config.model, trust_remote_code=config.trust_remote_code
         )

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
-from deployments import constraint, demo_model, grammar_check
+from deployments import constraint, demo_model
 from deployments.api_error import ApiError
 from deployments.constraint import MAX_GRAMMAR_CHARS, ResponseFormat, StructuredOutputs, from_choices
 from tests.small_tokenizers import wrapped
@@ -236,7 +236,7 @@ def test_a_check_that_others_end_says_nothing_of_the_grammar(
     script = tmp_path / "dies.py"
     script.write_text(f"import os\nos.kill(os.getpid(), {int(number)})")
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_check, "__file__", str(script))
+        patch.setattr(constraint, "CHECK", script)
         with pytest.raises(RuntimeError, match="failed"):
             outputs(regex=f"killed by {number}").grammar()
     assert outputs(regex=f"killed by {number}").grammar()
