@@ -309,7 +309,6 @@ class AsyncEngine:
         apply_inbox, publish = timeline.inbox(self._apply_inbox), timeline.publish(self._publish)
         schedule, commit = timeline.schedule(scheduler.schedule), timeline.commit(scheduler.commit)
         launch, collect = timeline.launch(self._runner.launch), timeline.collect(self._runner.collect)
-        constrain = self._runner.constrain
         while self._alive:
             apply_inbox(block=not scheduler.has_work and not scheduler.num_in_flight)
             publish(scheduler.expire(time.monotonic()))
@@ -319,7 +318,7 @@ class AsyncEngine:
                 if len(plan.constrained):  # by grammars, which need all tokens before
                     while scheduler.num_in_flight > 1:
                         publish(commit(collect()))
-                    constrain(scheduler.masks())
+                    self._runner.constrain(scheduler.masks())
             in_flight = scheduler.num_in_flight
             if in_flight and (in_flight == depth or plan is None):
                 result = collect()  # the only place where the host waits for the device
