@@ -215,7 +215,8 @@ class Api:
             first = await answering.news()
             answer = StreamedAnswer(self._model, chat, request.include_usage, len(answering.choices))
             streams = True
-            return EventStream(_events(answer, answering, first), answering.close)
+            field = constraint.field if constraint else None
+            return EventStream(_events(answer, answering, first, field), answering.close)
         except Refused as error:
             raise _api_error(error.refusal, chat, constraint.field if constraint else None) from None
         finally:
@@ -240,7 +241,9 @@ async def _whole(answer: WholeAnswer, answering: Answering) -> bytes:
     return answer.body(choices, answering.usage())
 
 
-async def _events(answer: StreamedAnswer, answering: Answering, news: list[Delta]) -> AsyncIterator[bytes]:
+async def _events(
+    answer: StreamedAnswer, answering: Answering, news: list[Delta], constraint: str | None
+) -> AsyncIterator[bytes]:
     yield b"".join(answer.start(index) for index in range(len(answering.choices)))
     try:
         while news:
@@ -254,12 +257,14 @@ async def _events(answer: StreamedAnswer, answering: Answering, news: list[Delta
             news = await answering.news()
         yield answer.usage(answering.usage()) + DONE
     except Refused as error:
-        yield error_event(_api_error(error.refusal, answer.chat))
+        yield error_event(_api_error(error.refusal, answer.chat, constraint))
 
 
 def _api_error(refusal: Refusal, chat: bool, constraint: str | None = None) -> ApiError:
     """`constraint`: the field that a grammar comes from."""
     match refusal.reason:
+        case "invalid" if refusal.field == "generated":  # by us: two replicas that disagree
+            return ApiError.server_error(refusal.message)
         case "invalid":
             field = "messages" if chat and refusal.field == "prompt" else refusal.field
             field = constraint if field == "grammar" else field

@@ -109,6 +109,7 @@ class Executor:
                 accepting = asyncio.ensure_future(
                     self._engine.submit(request, put, promised=submission.promised)
                 )
+                accepting.add_done_callback(lambda task: task.cancelled() or task.exception())
                 try:  # one that hangs does not answer, and the Router has it back before
                     await asyncio.wait((accepting, delivered), return_when=asyncio.FIRST_COMPLETED)
                 finally:

@@ -14,6 +14,7 @@ from engine.graphs import mixed_buckets
 from engine.lanes import make_lanes
 from engine.plan import StepPlan, scratch_plan
 from engine.runner import Model, Runner
+from engine.slots import AT_ONCE
 
 
 class SizedModel(Model, Protocol):
@@ -78,6 +79,8 @@ def choose_num_blocks(config: EngineConfig, model: SizedModel, max_blocks: int, 
             captured = max(_peak_bytes(runner, scratch_plan(t, s, context, max_blocks)) for t in sizes)
             # Logits lie outside the memory that graphs reuse for one another.
             captured += s * model.vocab_size * runner.caches[0].key.dtype.itemsize
+        # What grammars take: a copy of the logits, masked some rows at a time; five 32-bit numbers a token.
+        largest += model.vocab_size * (4 * s + 20 * AT_ONCE)
         del runner
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)

@@ -137,6 +137,7 @@ class AsyncEngine:
         now = time.monotonic()
         if not promised:
             self._backlog.check(request, len(self._live), now)
+        self._scheduler.follow(request)
         self._backlog.add(request, now)
         self._live[request.id] = (request, sink)
         self._taken = _with(self._taken, request)
@@ -280,6 +281,7 @@ class AsyncEngine:
             if on_gpu and config.cuda_graphs:
                 with self._stage("capture", "capturing steps"):
                     runner.capture(progress=logger.info)
+            scheduler.grammars.wait()  # what loads them would be measured, too
             scheduler.max_tokens_per_step = choose_step_tokens(config, runner, num_blocks)
         except BaseException:
             runner.close()
@@ -321,7 +323,7 @@ class AsyncEngine:
                     self._runner.constrain(scheduler.masks())
             in_flight = scheduler.num_in_flight
             if in_flight and (in_flight == depth or plan is None):
-                result = collect()  # the only place where the host waits for the device
+                result = collect()  # but for grammars, the only place where the host waits for the device
                 publish(commit(result))
             elif plan is None and scheduler.has_work:
                 raise RuntimeError("requests wait and nothing can be scheduled")

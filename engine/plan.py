@@ -103,6 +103,7 @@ class StepTiming(NamedTuple):
     ready: float
     """How long before its compute its upload was through."""
     compute: float
+    """In a step with grammars its wait for their masks included."""
     download: float
     """From the end of its compute until its tokens were on the host."""
 

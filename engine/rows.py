@@ -50,12 +50,12 @@ class Rows:
         """Whether it has penalties or biases, and no step has brought the device its tokens."""
         self.logprobs = np.full(n, -1, np.int32)
         """How many of the likeliest tokens' log-probabilities it wants beside its own; -1: not even that."""
+        self.num_scored = 0
+        """Rows that want any."""
         self.constrained = np.zeros(n, np.bool_)
         """Whether its tokens have to follow a grammar."""
         self.num_constrained = 0
-        """Rows whose tokens have to."""
-        self.num_scored = 0
-        """Rows that want any."""
+        """Rows whose tokens have to follow one."""
         self._free = list(range(n - 1, SCRATCH_ROW, -1))
 
     @property

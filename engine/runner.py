@@ -4,8 +4,9 @@
     compute             [carry-over, forward, sample: N] [N+1]
     D2H                                      [download N] [download N+1]
 
-Each arrow between the lanes is one event of the step's slot. Row tables (`last_token`) are read
-and written on the compute lane alone, so its order is all the ordering they need.
+Each arrow between the lanes is one event of the step's slot. A step with grammars has one more, between
+its forward and its sampling: its masks go over the H2D lane when all tokens before are known. Row tables
+(`last_token`) are read and written on the compute lane alone, so its order is all the ordering they need.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Runner:
         self._clock = StepClock(lanes, depth)
         # Slot, step, sequences, and when it was prepared and is through.
         self._in_flight: deque[tuple[Slot, int, int, float, Marks]] = deque()
-        self._rest: Callable[[], None] = lambda: None  # of a step that waits for masks: its sampling
+        self._waiting: Callable[[], None] | None = None  # for masks: the sampling of the step launched last
         self._graphs: Graphs | None = None
         self._decode_buckets: list[int] = []
         self._mixed_buckets: list[tuple[int, int]] = []
@@ -128,18 +129,20 @@ class Runner:
         lanes.compute.run(partial(self._step_forward, slot, shape, captured))
         self._in_flight.append((slot, plan.step, len(plan.sequences), prepared, marks))
         if slot.num_constrained:
-            self._rest = partial(self._launch_sampling, slot, shape, captured, marks)
+            self._waiting = partial(self._launch_sampling, slot, shape, captured, marks)
         else:
             self._launch_sampling(slot, shape, captured, marks)
 
     def constrain(self, masks: npt.NDArray[np.int32]) -> None:
         """Let the step that was launched last sample, where grammars allow it: [constrained, words]."""
         slot, lanes = self._in_flight[-1][0], self.lanes
+        sample_step, self._waiting = self._waiting, None
+        assert sample_step is not None, "no step waits for masks"
         slot.fill_masks(masks)
         lanes.h2d.run(slot.upload_masks)
         lanes.h2d.record(slot.masks_done)
         lanes.compute.wait(slot.masks_done)
-        self._rest()
+        sample_step()
 
     def _launch_sampling(self, slot: Slot, shape: Shape, captured: bool, marks: Marks) -> None:
         lanes = self.lanes

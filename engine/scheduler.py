@@ -94,12 +94,16 @@ class Scheduler:
     def check_request(self, request: Request) -> None:
         """Raise `RequestError` naming the field for a request that can never be served."""
         check_request(request, self.context_length)
+
+    def follow(self, request: Request) -> None:
+        """Begin with its grammar, if it has one. Raises `RequestError` naming the field."""
         if request.matcher is None:
             request.matcher = self.grammars.start(request)
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises `RequestError` if it can never run."""
         self.check_request(request)
+        self.follow(request)
         request.limit = token_limit(request, self.context_length)
         n, known = len(request.prompt), len(request.prompt) + len(request.generated)
         request.num_tokens = known

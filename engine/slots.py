@@ -127,7 +127,7 @@ class Slot:
         self._masks[:n].copy_(self._masks_host[:n], non_blocking=True)
 
     def constrain(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy of logits [S, V], -inf where a grammar allows no token (compute lane)."""
+        """Logits [S, V], -inf where a grammar allows no token; a copy (compute lane)."""
         logits = logits.clone()
         places = self._constrained[: self.num_constrained].long()
         for i in range(0, self.num_constrained, AT_ONCE):
@@ -207,5 +207,5 @@ class Slot:
 def unpacked(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Bits, int32 [n, words], the lowest first -> bool [n, vocab_size]; what there are no bits for is 0."""
     token = torch.arange(min(vocab_size, 32 * masks.shape[1]), device=masks.device)
-    bits = (masks[:, token >> 5] >> (token & 31)) & 1
+    bits = (masks[:, token >> 5] >> (token & 31).int()) & 1
     return torch.nn.functional.pad(bits.bool(), (0, vocab_size - len(token)))

@@ -29,6 +29,6 @@ def load_vocabulary(
             config.model, trust_remote_code=config.trust_remote_code
         )
         return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
-    except Exception as error:  # whatever it is, it is in the way of grammars only
-        logger.info("no grammars with this model: %s", error)
+    except BaseException as error:  # a panic of Rust, too: it is in the way of grammars only
+        logger.warning("no grammars with this model: %s", error)
         return None

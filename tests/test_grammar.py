@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from engine import slots
 from engine.config import EngineConfig
 from engine.engine import AsyncEngine
 from engine.grammar import Grammars
 from engine.lanes import make_lanes
-from engine.request import FinishReason, Request, RequestError, SamplingParams
+from engine.request import FinishReason, QueueFull, Request, RequestError, SamplingParams
 from engine.runner import Shape
 from engine.scheduler import Scheduler
 from engine.slots import unpacked
 from tests.fake_device import VOCAB, next_token
 from tests.small_tokenizers import save, wrapped
-from tests.test_engine import config, run, running, tokens_of
+from tests.test_engine import config, run, running, settled, tokens_of
 from tests.test_graphs import RunAgain, captured_runner
 from tests.test_races import EVENTS
 from tests.tiny_models import save_weights
@@ -154,6 +154,43 @@ def test_resumed_elsewhere_the_grammar_goes_on(model: str) -> None:
     run(test())
 
 
+def test_a_grammar_is_compiled_once_and_each_text_is_its_own(model: str) -> None:
+    async def test() -> None:
+        async with running(settings(model)) as engine:
+            asked = [request(f"{i}", [7, 8], seed=i, grammar=GRAMMARS[1]) for i in range(8)]
+            texts = await asyncio.gather(*(tokens_of(engine, each) for each in asked))
+            assert all(fits(1, text_of(tokens)) for tokens in texts)
+            assert len({text_of(tokens) for tokens in texts}) > 4
+            assert engine._scheduler.grammars._compiled.cache_info().misses == 1
+
+    run(test())
+
+
+def test_a_mask_that_cannot_be_computed_is_an_error_of_its_request(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance has limits, and beyond them allows the end alone: half a text would pass for an answer."""
+    limits = LLParserLimits(step_lexer_fuel=30)
+
+    def compile_(self: Grammars, grammar: str) -> LLMatcher:
+        vocabulary: Any = self._loaded.result()
+        return LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+
+    async def test() -> None:
+        async with running(settings(model)) as engine:
+            wanted = await tokens_of(engine, request("alone", [7], n=30, seed=2))
+        monkeypatch.setattr(Grammars, "_compile", compile_)
+        async with running(settings(model)) as engine:
+            other = asyncio.create_task(tokens_of(engine, request("other", [7], n=30, seed=2)))
+            asked = request("a", [7], grammar=GRAMMARS[1])
+            last = [output async for output in engine.generate(asked)][-1]
+            assert last.finish_reason is FinishReason.ERROR and last.error and not last.tokens
+            assert await other == wanted
+            assert engine.healthy
+
+    run(test())
+
+
 def test_an_end_that_is_ignored_is_all_that_follows(model: str) -> None:
     async def test() -> None:
         async with running(settings(model)) as engine:
@@ -184,6 +221,20 @@ def test_what_cannot_be_followed_is_refused_by_name_and_the_others_go_on(model: 
         async with running(config()) as engine:  # of a checkpoint without tokenizer
             error = await refused(engine, request("a", [7], n=3, grammar=GRAMMARS[0]))
             assert error.field == "grammar" and "no tokenizer" in str(error)
+
+            begun = request("c", [7], grammar=GRAMMARS[0])
+            begun.generated = [-1]
+            assert (await refused(engine, begun)).field == "generated"
+        full = settings(model, max_running_requests=1, max_waiting_requests=1)
+        async with running(full) as engine:
+            grammars = engine._scheduler.grammars
+            running_ones = [asyncio.create_task(tokens_of(engine, each)) for each in mixture()[:2]]
+            await settled(engine, lambda: len(engine._live) == 2)
+            known = grammars._compiled.cache_info().misses
+            with pytest.raises(QueueFull):
+                engine.submit(request("d", [7], grammar=GRAMMARS[2]), lambda _: None)
+            assert grammars._compiled.cache_info().misses == known  # compiled for nobody
+            await asyncio.gather(*running_ones)
 
     run(test())
     with pytest.raises(RequestError, match="grammar must be a string"):
