@@ -21,12 +21,24 @@ STACK = 1 << 20
 """Bytes, below what any thread of an engine has: what fits here overflows no stack there."""
 
 
+STEPS = 64
+"""Bytes of the texts that are tried: the first and the last that a grammar allows in each place."""
+
+
 def problem(grammar: str) -> str:
     """What llguidance says against it. A tokenizer of bytes stands for the model's: a matcher is more than
-    a grammar that was read, and some are found too large only when it is made."""
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+    a grammar that was read, and some are found too large only when it is made, or when a text begins."""
+    bytes_ = LLTokenizer("byte")
+    made = LLMatcher(bytes_, grammar, log_level=0)
+    for last in (False, True):
+        matcher = made.deep_copy()
+        for _ in range(STEPS):
+            if matcher.is_error():
+                return matcher.get_error()
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little") & ~(1 << bytes_.eos_token)
+            if not allowed:
+                break
+            matcher.consume_token((allowed if last else allowed & -allowed).bit_length() - 1)
     return matcher.get_error()
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # a benchmark goes without it
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 THREADS = 8
-"""That compute masks, at most, while the device computes what they are for: some 20 µs each, but 22 ms for
-the first of a schema of 2,000 properties."""
+"""That compute masks, at most, while the device computes what they are for: some 20 µs each, 0.4 ms for the
+first of a schema of 200 properties."""
 
 REMEMBERED = 128
 """Grammars that are compiled once for all their requests, the last."""
@@ -58,7 +58,7 @@ class Grammars:
             raise RequestError("there is no tokenizer with this model that grammars could use", "grammar")
         matcher = self._compiled(grammar).deep_copy()
         if matcher.is_error():
-            raise RequestError(f"the grammar is wrong: {matcher.get_error()}", "grammar")
+            raise RequestError(f"the grammar is wrong: {_reason(matcher)}", "grammar")
         if not matcher.consume_tokens([int(token) for token in request.generated]):
             raise RequestError("what was generated does not follow the grammar", "generated")
         return matcher
@@ -88,4 +88,10 @@ def matched(output: Output) -> Output:
     goes_on = output.finish_reason is None
     if not matcher.is_error() and not (goes_on and not matcher.consume_token(output.tokens[0])):
         return output
-    return Output(output.request, output.position, (), FinishReason.ERROR, matcher.get_error())
+    error = f"its grammar cannot be followed: {_reason(matcher)}"
+    return Output(output.request, output.position, (), FinishReason.ERROR, error)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Without the state that llguidance adds."""
+    return matcher.get_error().partition("\n")[0]

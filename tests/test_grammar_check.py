@@ -28,6 +28,22 @@ def chain(links: int) -> str:
 
 
 @pytest.mark.parametrize(
+    "grammar",
+    [
+        LLMatcher.grammar_from_regex("a{99999999}"),
+        'start: "a" start',  # never ends
+        'start: /[a-z]{6,9}/ " and " t\nt: "a" t',  # nor does this, once it is there
+        LLMatcher.grammar_from_json_schema(
+            json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}})
+        ),
+    ],
+    ids=["huge", "endless", "endless-later", "wide"],
+)
+def test_what_breaks_as_a_text_begins_is_found(grammar: str) -> None:
+    assert "too many" in problem(grammar).lower() or "max is" in problem(grammar)
+
+
+@pytest.mark.parametrize(
     "grammar", ['start: "é🎊"', chain(50), intersection(5), '{"grammars":[{"json_schema":{}}]}']
 )
 def test_nothing_is_said_of_what_compiles(grammar: str) -> None:
