@@ -18,6 +18,7 @@ from engine.device import choose_device, choose_dtype, choose_num_blocks
 from engine.graphs import mixed_buckets
 from engine.model import PagedModel
 from engine.plan import StepPlan, scratch_plan
+from engine.slots import AT_ONCE
 from tests.tiny_models import tiny_model
 
 
