@@ -63,7 +63,7 @@ class TextPart(Wire):
 
     @model_validator(mode="before")
     @classmethod
-    def _textonly(cls, data: Any) -> Any:
+    def _text_only(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(kind := data.get("type"), str) and kind != "text":
             raise PydanticCustomError(
                 "unsupported_value",

@@ -368,18 +368,20 @@ async def test_log_probabilities_of_parts_of_characters(tokenizer: Tokenizer) ->
     assert legacy is not None and legacy.text_offset == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
+class Breaking(MemoryEngine):
+    """Fails after its fifth step."""
+
+    steps = 0
+
+    def step(self) -> None:
+        super().step()
+        self.steps += 1
+        if self.steps == 5:
+            self.fail("broken")
+
+
 async def test_log_probabilities_of_a_stream_go_on_elsewhere(tokenizer: Tokenizer) -> None:
     """Also when its first replica breaks."""
-
-    class Breaking(MemoryEngine):
-        steps = 0
-
-        def step(self) -> None:
-            super().step()
-            self.steps += 1
-            if self.steps == 5:
-                self.fail("broken")
-
     engine = Breaking()
     async with serving(tokenizer) as server:
         breaking, other = Executor(engine, "r0", "demo").run, server.dispatcher._submit
@@ -678,15 +680,6 @@ async def test_whoever_has_a_key_is_one_client_whatever_users_it_names(tokenizer
 async def test_a_broken_engine_is_a_status_until_the_stream_has_begun(
     tokenizer: Tokenizer, stream: bool
 ) -> None:
-    class Breaking(MemoryEngine):
-        steps = 0
-
-        def step(self) -> None:
-            super().step()
-            self.steps += 1
-            if self.steps == 5:
-                self.fail("broken")
-
     async with serving(tokenizer, Breaking()) as server:
         body = CHAT | {"stream": stream, "max_tokens": 9, "seed": 3}
         if stream:

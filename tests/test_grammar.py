@@ -21,12 +21,11 @@ from engine.grammar import Grammars
 from engine.lanes import make_lanes
 from engine.request import FinishReason, QueueFull, Request, RequestError, SamplingParams
 from engine.runner import Shape
-from engine.scheduler import Scheduler
 from engine.slots import unpacked
 from tests.fake_device import VOCAB, next_token
 from tests.small_tokenizers import save, wrapped
 from tests.test_engine import config, run, running, settled, tokens_of
-from tests.test_graphs import RunAgain, captured_runner
+from tests.test_graphs import RunAgain, captured_runner, new_scheduler
 from tests.test_races import EVENTS
 from tests.tiny_models import save_weights
 from tests.toy_pipeline import DEVICE, ChosenOrder, Pipeline, delayed_lanes, every_order
@@ -251,14 +250,8 @@ def test_bits_of_masks(vocab: int) -> None:
 
 
 def test_chunks_that_sample_nothing_wait_for_no_mask() -> None:
-    scheduler = Scheduler(
-        num_blocks=20,
-        block_size=4,
-        context_length=64,
-        max_running_requests=4,
-        max_tokens_per_step=4,
-        grammars=letters(),
-    )
+    scheduler = new_scheduler(letters())
+    scheduler.max_tokens_per_step = 4
     scheduler.add(Request("free", [1] * 5, SamplingParams(max_tokens=3)))
     scheduler.add(Request("bound", [2] * 6, SamplingParams(max_tokens=3, grammar=PAIRS)))
     plans = [plan for _ in range(4) if (plan := scheduler.schedule()) is not None]
@@ -327,14 +320,7 @@ def test_after_captured_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> No
     lanes, graphs = make_lanes(DEVICE), RunAgain()
     pipeline = Pipeline(lanes, depth=depth, grammars=letters())
     pipeline.runner = captured_runner(lanes, graphs, depth)
-    pipeline.scheduler = Scheduler(
-        num_blocks=90,
-        block_size=2,
-        context_length=32,
-        max_running_requests=11,
-        max_tokens_per_step=24,
-        grammars=letters(),
-    )
+    pipeline.scheduler = new_scheduler(letters())
     check_toys(pipeline.run([toys(40)]))
     graphs.replayed.clear()
     pipeline.outputs.clear()

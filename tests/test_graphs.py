@@ -15,6 +15,7 @@ import torch
 
 from engine.attention import LayerCache
 from engine.config import EngineConfig
+from engine.grammar import Grammars
 from engine.graphs import bucket_for, buckets, mixed_buckets
 from engine.lanes import Lanes, make_lanes
 from engine.model import PagedModel
@@ -62,13 +63,14 @@ def captured_runner(lanes: Lanes, graphs: RunAgain, depth: int) -> Runner:
     return runner
 
 
-def new_scheduler() -> Scheduler:
+def new_scheduler(grammars: Grammars | None = None) -> Scheduler:
     return Scheduler(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         context_length=32,
         max_running_requests=ROWS,
         max_tokens_per_step=MAX_TOKENS,
+        grammars=grammars,
     )
 
 

@@ -129,26 +129,12 @@ def toys() -> list[Request]:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_after_captured_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots, "AT_ONCE", 3)
-    runner, scheduler = captured_runner(make_lanes(DEVICE), RunAgain(), depth), new_scheduler()
-    requests = toys()
-    tokens: dict[Request, list[int]] = {each: [] for each in requests}
-    logprobs: dict[Request, list[Logprobs]] = {each: [] for each in requests}
-    for each in requests:
-        scheduler.add(each)
-    while scheduler.has_work or scheduler.num_in_flight:
-        plan = scheduler.schedule()
-        if plan is not None:
-            runner.launch(plan)
-        if scheduler.num_in_flight == depth or plan is None:
-            slot = runner._in_flight[0][0]
-            result = runner.collect()
-            slot.poison()
-            for output in scheduler.commit(result):
-                tokens[output.request] += output.tokens
-                logprobs[output.request] += output.logprobs
-    runner.close()
-    for each in requests:
-        check_toy(each, tokens[each], logprobs[each])
+    lanes = make_lanes(DEVICE)
+    pipeline = Pipeline(lanes, depth=depth)
+    pipeline.runner, pipeline.scheduler = captured_runner(lanes, RunAgain(), depth), new_scheduler()
+    for each, tokens in pipeline.run([toys()]).items():
+        check_toy(each, tokens, pipeline.logprobs[each])
+    lanes.close()
 
 
 def test_a_chunk_that_samples_nothing_is_not_scored() -> None:
